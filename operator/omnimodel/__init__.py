@@ -1,0 +1,1 @@
+"""OmniModel: a catalogue of machine-learning models on shared accelerators."""

@@ -1,0 +1,87 @@
+"""Device memory in frames: one protocol, two backends (`host`, `cuda`).
+
+The agent's side is a `Device`: it creates frames once, copies images into them and recycles them. The side of a
+model's process is a `Window`: a reserved range of addresses that never changes, into which the frames are mapped
+read-only at a wake, and out of which they are unmapped at an evict; tensors are bound to the window once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Frame:
+    """One frame of a device, owned by the agent.
+
+    Args:
+        id: stays the same while the frame lives.
+        descriptor: what a model's process is sent; it can map the frame read-only through it and no more.
+        handle: the backend's own (an address, a driver handle).
+    """
+
+    id: int
+    descriptor: int
+    handle: Any
+
+
+class Copy(Protocol):
+    """A copy of an image into frames that is under way."""
+
+    def wait(self, timeout_seconds: float | None = None) -> float:
+        """Wait for its end; seconds that the copy took. Raises ImageError when it failed, TimeoutError when late."""
+
+    def done_bytes(self) -> int:
+        """Bytes that have arrived so far, from the start of the image on."""
+
+
+class Device(Protocol):
+    """The agent's side. Calls block: the agent makes them in a thread. Every call may be made from any thread."""
+
+    name: str  # `host`, `cuda:0`
+    frame_bytes: int
+
+    def create(self, count: int) -> list[Frame]:
+        """Create frames. Raises LedgerError when the device has no room; then none was created."""
+
+    def destroy(self, frames: Sequence[Frame]) -> None:
+        """Give frames back to the device for good."""
+
+    def stage(self, path: str, image_bytes: int) -> Any:
+        """Bring an image file into the arena (mapped, or read into pinned memory): a handle for `copy`."""
+
+    def unstage(self, staged: Any) -> None:
+        """Take an image out of the arena."""
+
+    def copy(self, staged: Any, frames: Sequence[Frame], *, valid: Sequence[bool] = ()) -> Copy:
+        """Start copying an image into frames, in order; the rest of the last frame is zeroed.
+
+        Args:
+            staged: from `stage`.
+            frames: as many as the image needs.
+            valid: per frame, whether it already holds its part of this image (partial residency); default: none does.
+        """
+
+    def free_bytes(self) -> int:
+        """Bytes the device itself says are free (driver, or MemAvailable)."""
+
+    def close(self) -> None:
+        """Destroy everything."""
+
+
+class Window(Protocol):
+    """A model process's side: a reserved address range of `frames` x `frame_bytes`."""
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        """A flat uint8 tensor over `size` bytes at `offset`; it must not be touched while nothing is mapped."""
+
+    def map(self, descriptors: Sequence[int]) -> None:
+        """Map frames read-only over the whole range; closes the descriptors."""
+
+    def unmap(self) -> None:
+        """Fence, then take the frames out of the range."""

@@ -1,0 +1,191 @@
+"""What the agent says to one model process, and what the process answers.
+
+Every command has an `id` that its `Reply` repeats, and the `generation` and `instance` it is meant for: a process
+refuses a command that is meant for another, so that a late one cannot hit a successor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from omnimodel.errors import OmniError, Reason
+
+
+@dataclass(frozen=True)
+class Start:
+    """Build the model without weights and serve; answered when the process is bound and can be woken (warm).
+
+    Descriptors: the listening UNIX socket to serve HTTP on. The spec is the rendered process spec as JSON.
+
+    Args:
+        image: folder of the published image as the process sees it (index.json, assets/); empty for an engine that
+            keeps its weights itself.
+        image_bytes: bytes of the image, which is what the process reserves addresses for.
+        frame_bytes: size of one frame.
+        device: `host` or `cuda:0`.
+        threads: how many threads one forward pass may use.
+    """
+
+    spec: dict[str, Any]
+    image: str
+    image_bytes: int
+    frame_bytes: int
+    device: str
+    threads: int
+    op: Literal["start"] = "start"
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Load the model the ordinary way from its source, once, and write its image; answered when it is written.
+
+    The process then ends. `source` and `output` are folders as the process sees them: `source` read-only, `output`
+    its only writable place. Values of the reply: `weightsBytes`, `tensors`, `seconds`.
+    """
+
+    spec: dict[str, Any]
+    source: str
+    output: str
+    dtype: str
+    threads: int
+    op: Literal["publish"] = "publish"
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Map these frames, in order, over the model's address range. Descriptors: one read-only descriptor a frame.
+
+    For a foreign engine there are no frames: start or resume the engine. Values: `mapSeconds`.
+    """
+
+    frames: list[int]
+    op: Literal["wake"] = "wake"
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Fence, unmap, close the descriptors, then answer. Values: `frozen` (requests that will go on after a wake).
+
+    Args:
+        freeze: requests in flight stop between two tokens and go on after the next wake; otherwise there are none.
+        trim: give working memory back to the system as well.
+    """
+
+    freeze: bool = False
+    trim: bool = True
+    op: Literal["evict"] = "evict"
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Answered at once from the control thread. Values: `inFlight`."""
+
+    op: Literal["ping"] = "ping"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Finish requests in flight for at most `grace_seconds`, then end."""
+
+    grace_seconds: float
+    op: Literal["stop"] = "stop"
+
+
+Command = Start | Publish | Wake | Evict | Ping | Stop
+_COMMANDS: dict[str, type[Any]] = {
+    "start": Start,
+    "publish": Publish,
+    "wake": Wake,
+    "evict": Evict,
+    "ping": Ping,
+    "stop": Stop,
+}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A command with its addressee.
+
+    Args:
+        id: grows by one with each command on a channel.
+        generation: metadata.generation of the OmniModel the process was rendered from.
+        instance: identity of the process, made by the agent at its fork.
+    """
+
+    id: int
+    generation: int
+    instance: str
+    command: Command
+
+    def to_message(self) -> dict[str, Any]:
+        """The envelope as a JSON object."""
+        return {
+            "id": self.id,
+            "generation": self.generation,
+            "instance": self.instance,
+            "command": asdict(self.command),
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Envelope:
+        """Read an envelope.
+
+        Raises:
+            OmniError: it is no command this process knows.
+        """
+        body = dict(message["command"])
+        kind = _COMMANDS.get(body.get("op", ""))
+        if kind is None:
+            raise OmniError(
+                "control channel", f"unknown command {body.get('op')!r}", "run agent and runtime of one version"
+            )
+        return cls(message["id"], message["generation"], message["instance"], kind(**body))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one command.
+
+    Args:
+        id: of the command.
+        ok: whether it was done.
+        reason, message, detail: when not: a `Reason`, one sentence, and the last lines of a traceback or log.
+        seconds: how long it took inside the process.
+        values: see the command.
+    """
+
+    id: int
+    ok: bool
+    seconds: float = 0.0
+    reason: str = ""
+    message: str = ""
+    detail: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def failed(cls, id: int, error: BaseException, detail: str = "") -> Reply:
+        """The reply that says why a command was not done."""
+        reason = error.reason if isinstance(error, OmniError) else Reason.HANDLER_FAILED
+        text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
+        return cls(id, ok=False, reason=str(reason), message=text, detail=detail)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Sent unasked while a long command runs: what it does, and how far it is (`total` 0 when unknown)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+def encode(message: Reply | Progress) -> dict[str, Any]:
+    """A message of the process as a JSON object."""
+    return {"kind": "reply" if isinstance(message, Reply) else "progress", **asdict(message)}
+
+
+def decode(message: dict[str, Any]) -> Reply | Progress:
+    """Read a message of the process."""
+    body = dict(message)
+    return Reply(**body) if body.pop("kind") == "reply" else Progress(**body)

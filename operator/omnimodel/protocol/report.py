@@ -1,0 +1,96 @@
+"""What an agent reports of its pool and of each model: the source of every status field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ProcessReport:
+    """A model's process: `state` is one of starting, ready, draining, stopped, backing-off, failed."""
+
+    instance: str
+    pid: int
+    state: str
+    started_seconds: float
+    private_bytes: int
+    restarts: int
+    isolation_level: str
+    isolation_missing: tuple[str, ...] = ()
+    cgroup: str = ""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model on one agent.
+
+    Args:
+        generation: of the spec that serves.
+        tier: `resident`, `warm`, `parked` or `cold`.
+        phase: what is being done: `fetching`, `building`, `publishing`, `starting`, `waking`, `draining`, `evicting`,
+            `serving`, `idle`, `failed`, `suspended`; `progress` is its share done (0 to 1), below 0 when unknown.
+        ready: it serves, or can be woken.
+        reason, message: a `Reason` and a sentence when it is not ready; otherwise why it has the tier it has.
+        weights_bytes, working_bytes: the measured footprint; 0 while unknown.
+        device_bytes, host_bytes: what it holds now, from the ledger.
+        waiting, in_flight: requests.
+        served, failed: requests since the agent began.
+        last_request_seconds, since_seconds: Unix time; 0 for never.
+    """
+
+    namespace: str
+    name: str
+    generation: int
+    tier: str
+    phase: str
+    ready: bool
+    progress: float = -1.0
+    reason: str = ""
+    message: str = ""
+    weights_bytes: int = 0
+    working_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+    served: int = 0
+    failed: int = 0
+    wakes: int = 0
+    evictions: int = 0
+    last_wake_seconds: float = 0.0
+    last_request_seconds: float = 0.0
+    since_seconds: float = 0.0
+    inputs: tuple[dict[str, object], ...] = ()
+    outputs: tuple[dict[str, object], ...] = ()
+    process: ProcessReport | None = None
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """The pool on one agent: bytes of the ledger and the isolation that was reached."""
+
+    pool: str
+    node: str
+    device: str
+    budget_bytes: int
+    resident_bytes: int
+    promised_bytes: int
+    working_bytes: int
+    free_bytes: int
+    host_budget_bytes: int
+    host_bytes: int
+    arena_bytes: int
+    footprint_bytes: int
+    isolation_level: str
+    isolation_missing: tuple[str, ...]
+    ready: bool
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """Everything an agent knows, at one moment."""
+
+    pool: PoolReport
+    models: tuple[ModelReport, ...] = field(default_factory=tuple)
