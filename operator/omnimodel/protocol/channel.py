@@ -124,6 +124,7 @@ class Channel:
         return assembly.message()
 
     def close(self) -> None:
+        """Close this end."""
         self.sock.close()
 
 
