@@ -1,0 +1,62 @@
+# What a newcomer types: `make up`, `make test`, `make lint`, `make bench`. Every target sets up what it needs.
+#
+# Packages come from whatever index pip and uv are configured for on this machine; requirements.txt pins each with
+# its hashes. uv is taken from the environment, from PATH, or bootstrapped by pip into .uv/.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup up test lint format drift generate bench requirements clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.omnimodel-ready
+CATALOG ?= examples/catalog
+# Options passed on: `make up ARGS="--memory 1Gi"`, `make test ARGS="-k ledger"`.
+ARGS ?=
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP)  ## Make .venv with Python 3.11, the pinned requirements and `omni`
+
+$(STAMP): requirements.txt pyproject.toml .ci/setup
+	@PYTHON="$(PYTHON)" sh .ci/setup $(VENV)
+	@touch $(STAMP)
+
+up: setup  ## Serve the example catalogue on this machine
+	@exec $(BIN)/omni up $(CATALOG) $(ARGS)
+
+test: setup lint drift  ## Lint, drift checks, then every test
+	$(BIN)/pytest $(ARGS)
+
+lint: setup  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check operator tests
+	$(BIN)/ruff format --check operator tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: setup  ## Format the code
+	$(BIN)/ruff check --fix operator tests
+	$(BIN)/ruff format operator tests
+
+drift: setup  ## Fail when a generated file is not what its source says
+	$(BIN)/omni crds --check crds
+	$(BIN)/omni crds --reference --check docs/manifest.md
+
+generate: setup  ## Write the generated files anew
+	$(BIN)/omni crds --output crds
+	$(BIN)/omni crds --reference --output docs/manifest.md
+
+bench: setup  ## Measure swaps, spawns and the gateway on this machine; JSON goes to build/bench
+	@mkdir -p build/bench
+	$(BIN)/omni bench swap --json build/bench/swap.json $(ARGS)
+	$(BIN)/omni bench spawn --json build/bench/spawn.json $(ARGS)
+	$(BIN)/omni bench gateway --json build/bench/gateway.json $(ARGS)
+
+requirements: setup  ## Compile requirements.txt from pyproject.toml, with hashes
+	$(BIN)/uv pip compile -q --generate-hashes --no-header --python-version 3.11 --extra agent --extra cuda \
+		--group dev pyproject.toml -o requirements.txt
+
+clean:  ## Remove the environment and everything built here
+	rm -rf $(VENV) .uv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
