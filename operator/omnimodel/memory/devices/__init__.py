@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from omnimodel.errors import OmniError
+
 if TYPE_CHECKING:
     import torch
 
@@ -85,3 +87,43 @@ class Window(Protocol):
 
     def unmap(self) -> None:
         """Fence, then take the frames out of the range."""
+
+
+def open_device(name: str, frame_bytes: int) -> Device:
+    """Open the agent's side of a device.
+
+    Args:
+        name: `host`, `cuda` or `cuda:0`.
+        frame_bytes: size of a frame, a multiple of 2 MiB.
+
+    Raises:
+        OmniError: there is no such device here.
+    """
+    if name == "host":
+        from omnimodel.memory.devices.host import HostDevice
+
+        return HostDevice(frame_bytes)
+    if name.partition(":")[0] == "cuda":
+        from omnimodel.memory.devices.cuda import CudaDevice
+
+        return CudaDevice(name, frame_bytes)
+    raise OmniError(f"device {name}", "there is no such device", "use host or cuda:0")
+
+
+def open_window(device: str, frames: int, frame_bytes: int) -> Window:
+    """Reserve the addresses of a model's process.
+
+    Args:
+        device: the name of the agent's device.
+        frames: as many as the image needs.
+        frame_bytes: size of a frame.
+    """
+    if device == "host":
+        from omnimodel.memory.devices.host_window import HostWindow
+
+        return HostWindow(frames, frame_bytes)
+    if device.partition(":")[0] == "cuda":
+        from omnimodel.memory.devices.cuda import CudaWindow
+
+        return CudaWindow(device, frames, frame_bytes)
+    raise OmniError(f"device {device}", "there is no such device", "use host or cuda:0")
