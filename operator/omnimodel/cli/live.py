@@ -1,0 +1,131 @@
+"""The live table that `omni up` and `omni top` show: memory, models, progress, and manifests that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from omnimodel.cli import output
+from omnimodel.cli.get import error_text
+
+TIER_STYLES = {"resident": "bold green", "warm": "yellow", "parked": "cyan", "cold": "dim"}
+TIER_ORDER = ("resident", "warm", "parked", "cold")
+
+
+def screen(
+    models: Sequence[Mapping[str, Any]],
+    pools: Sequence[Mapping[str, Any]],
+    errors: Sequence[Any],
+    *,
+    rows: int | None = None,
+) -> RenderableType:
+    """The whole picture.
+
+    Args:
+        models, pools: objects with status.
+        errors: of manifests.
+        rows: how many models fit; the rest is counted in one line. None for all.
+    """
+    parts: list[RenderableType] = [_memory(pool) for pool in pools]
+    parts.append(_table(models, rows))
+    parts.extend(Text(f"✗ {error_text(error)}", style="red") for error in errors)
+    return Group(*parts)
+
+
+def _memory(pool: Mapping[str, Any]) -> RenderableType:
+    status = pool.get("status", {})
+    budget = int(status.get("budgetBytes") or 0)
+    resident = int(status.get("residentBytes") or 0)
+    line = Table.grid(padding=(0, 1))
+    ratio = float(status.get("overcommitRatio") or 0)
+    isolation = (status.get("isolation") or {}).get("level", "-")
+    line.add_row(
+        Text(f"pool {pool['metadata']['name']}", style="bold"),
+        ProgressBar(total=max(1, budget), completed=resident, width=30, complete_style="green"),
+        f"{output.size(resident)} of {output.size(budget)} on {status.get('device', '-')}",
+        f"over-commit {ratio:.2f}",
+        f"isolation {isolation}",
+    )
+    return line
+
+
+def _table(models: Sequence[Mapping[str, Any]], rows: int | None) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("model", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("requests", justify="right", no_wrap=True)
+    table.add_column("last wake", justify="right", no_wrap=True)
+    table.add_column("", overflow="ellipsis", no_wrap=True, ratio=1)
+    shown = sorted(models, key=_urgency)[: rows or len(models)]
+    for item in sorted(shown, key=output.full_name):
+        table.add_row(*_cells(item))
+    if len(shown) < len(models):
+        return Group(table, Text(f"… and {len(models) - len(shown)} more", style="dim"))
+    return table
+
+
+def _urgency(item: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Who is shown when not all fit: what fails or works, then the highest tier."""
+    settled = output.condition(item, "Ready").get("status") == "True"
+    tier = output.residency(item).get("tier")
+    return (int(settled), TIER_ORDER.index(tier) if tier in TIER_ORDER else len(TIER_ORDER), output.full_name(item))
+
+
+def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
+    here, ready = output.residency(item), output.condition(item, "Ready")
+    footprint = item.get("status", {}).get("footprint") or {}
+    tier = str(here.get("tier") or "-")
+    served, waiting = int(here.get("served", 0)), int(here.get("waiting", 0)) + int(here.get("inFlight", 0))
+    requests = f"{served} +{waiting}" if waiting else str(served)
+    note: RenderableType = ""
+    if ready.get("status") == "True":
+        if here.get("phase") in {"waking", "draining", "evicting"}:
+            note = Text(str(here["phase"]), style="dim")
+    elif output.condition(item, "Reconciling").get("status") == "True":
+        note = _progress(str(here.get("phase") or ready.get("reason", "")), here.get("progress"))
+    else:
+        message = f"{ready.get('reason', '')}: {ready.get('message', '')}"
+        note = Text(message, style="red" if ready.get("reason") != "Suspended" else "dim")
+    return (
+        output.full_name(item),
+        Text(tier, style=TIER_STYLES.get(tier, "")),
+        output.size(footprint.get("weightsBytes")),
+        requests,
+        output.seconds(here.get("lastWakeSeconds")),
+        note,
+    )
+
+
+def _progress(phase: str, share: float | None) -> RenderableType:
+    line = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1, completed=share or 0, width=20, pulse=share is None)
+    percent = f"{share:.0%}" if share is not None else ""
+    line.add_row(Text(phase, style="blue"), bar, percent)
+    return line
+
+
+def curl_line(address: str, models: Sequence[Mapping[str, Any]]) -> str:
+    """One line to paste: a chat when a model can chat, else the list of models."""
+    for item in models:
+        if item.get("spec", {}).get("runtime", {}).get("task") == "text-generation":
+            name = item["metadata"]["name"]
+            body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+            return f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl -s {address}/v1/models"
+
+
+def rows_that_fit(console: Console, pools: int, errors: int) -> int:
+    """How many models the terminal has lines for."""
+    return max(3, console.height - pools - errors - 5)
+
+
+def boxed(content: RenderableType) -> RenderableType:
+    """A little air around the table."""
+    return Padding(content, (0, 0, 1, 0))

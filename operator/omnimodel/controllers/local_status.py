@@ -1,0 +1,245 @@
+"""Status of objects, composed from what an agent reports. Pure: time is an argument.
+
+Conditions follow kstatus: `Ready`, and the abnormal-true `Reconciling` and `Stalled`. The controller is the writer of
+all three; `residency` entries say what the agent of that pod reported. A model that is warm, parked or cold but can
+be woken is Ready: swaps change nothing here but the residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from omnimodel.errors import Reason
+from omnimodel.protocol.report import ModelReport, PoolReport
+
+_WORK = {
+    "fetching": ("Fetching", "its source is being fetched"),
+    "building": ("Building", "its environment is being built"),
+    "publishing": ("Publishing", "its weights are being published as an image"),
+    "starting": ("Starting", "its process is being started"),
+    "pending": ("Pending", "the agent has not begun with it yet"),
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model is not given to the agent at all."""
+
+    reason: str
+    message: str
+
+
+def timestamp(unix_seconds: float) -> str | None:
+    """RFC 3339 in UTC with whole seconds, as Kubernetes writes it; None for never (0)."""
+    if not unix_seconds:
+        return None
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def condition_list(
+    wanted: Sequence[tuple[str, str, str, str]],
+    before: Sequence[Mapping[str, Any]],
+    generation: int,
+    now_seconds: float,
+) -> list[dict[str, Any]]:
+    """Conditions, each with the time of its last change of status.
+
+    Args:
+        wanted: (type, status, reason, message) of each.
+        before: the conditions there were; one whose status stays keeps its time.
+        generation: of the spec they speak about.
+        now_seconds: Unix time.
+    """
+    times = {(old["type"], old["status"]): old["lastTransitionTime"] for old in before}
+    return [
+        {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "observedGeneration": generation,
+            "lastTransitionTime": times.get((kind, status)) or timestamp(now_seconds),
+        }
+        for kind, status, reason, message in wanted
+    ]
+
+
+def _verdict(
+    generation: int, report: ModelReport | None, refusal: Refusal | None, *, suspended: bool
+) -> list[tuple[str, str, str, str]]:
+    """Ready, Reconciling and Stalled of a model."""
+
+    def verdict(ready: str, reconciling: str, stalled: str, reason: str, message: str) -> list[tuple[str, str, str, str]]:
+        return [
+            ("Ready", ready, reason, message),
+            ("Reconciling", reconciling, reason if reconciling == "True" else "Idle", message * (reconciling == "True")),
+            ("Stalled", stalled, reason if stalled == "True" else "Idle", message * (stalled == "True")),
+        ]
+
+    if refusal is not None:
+        return verdict("False", "False", "True", refusal.reason, refusal.message)
+    if suspended:
+        return verdict("False", "False", "False", Reason.SUSPENDED, "its manifest says suspend: true")
+    if report is None:
+        return verdict("Unknown", "True", "False", *_WORK["pending"])
+    if report.phase == "failed":
+        return verdict("False", "False", "True", report.reason or Reason.INTERNAL, report.message)
+    work = _WORK.get(report.phase)
+    if report.generation != generation:
+        reason, message = work or _WORK["pending"]
+        return verdict(
+            "Unknown", "True", "False", reason, f"{message}; generation {report.generation} serves until then"
+        )
+    if report.ready:
+        return verdict("True", "False", "False", "Serving", report.message or "it is resident, or can be woken")
+    if work is not None:
+        return verdict("False", "True", "False", report.reason or work[0], report.message or work[1])
+    return verdict("False", "False", "True", report.reason or Reason.INTERNAL, report.message)
+
+
+def model_status(
+    *,
+    generation: int,
+    pod: str,
+    report: ModelReport | None,
+    refusal: Refusal | None,
+    suspended: bool,
+    before: Mapping[str, Any],
+    now_seconds: float,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The status of an OmniModel.
+
+    Args:
+        generation: metadata.generation, which the controller has acted on.
+        pod: key of the residency entry; on one machine the node's name.
+        report: of the agent; None while it has none.
+        refusal: when placement did not assign the model.
+        suspended: whether the manifest suspends it.
+        before: the status there was, for the times of its conditions.
+        now_seconds: Unix time.
+        notes: sentences of placement that do not refuse it, such as an alias that another model holds.
+    """
+    status: dict[str, Any] = {
+        "observedGeneration": generation,
+        "conditions": condition_list(
+            _verdict(generation, report, refusal, suspended=suspended), before.get("conditions", ()), generation,
+            now_seconds,
+        ),
+        "residency": [],
+    }  # fmt: skip
+    if notes:
+        status["notes"] = list(notes)
+    if report is None:
+        return status
+    if report.weights_bytes or report.working_bytes:
+        status["footprint"] = {"weightsBytes": report.weights_bytes, "workingBytes": report.working_bytes}
+    status["residency"].append(_residency(pod, report))
+    return status
+
+
+def _residency(pod: str, report: ModelReport) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "pod": pod,
+        "tier": report.tier,
+        "phase": report.phase,
+        "generation": report.generation,
+        "deviceBytes": report.device_bytes,
+        "hostBytes": report.host_bytes,
+        "since": timestamp(report.since_seconds),
+        "lastRequest": timestamp(report.last_request_seconds),
+        "waiting": report.waiting,
+        "inFlight": report.in_flight,
+        "served": report.served,
+        "failed": report.failed,
+        "wakes": report.wakes,
+        "evictions": report.evictions,
+        "lastWakeSeconds": report.last_wake_seconds,
+        "pid": report.process.pid if report.process else None,
+        "reason": report.reason,
+        "message": report.message,
+    }
+    if report.progress >= 0:
+        entry["progress"] = report.progress
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def pool_status(
+    *,
+    generation: int,
+    report: PoolReport | None,
+    models: int,
+    refusal: Refusal | None,
+    before: Mapping[str, Any],
+    now_seconds: float,
+) -> dict[str, Any]:
+    """The status of an OmniPool.
+
+    Args:
+        generation: metadata.generation.
+        report: of the agent that serves the pool; None when none does.
+        models: how many are assigned to it.
+        refusal: why this machine does not serve it.
+        before: the status there was.
+        now_seconds: Unix time.
+    """
+    if refusal is not None or report is None:
+        reason, message = (
+            (refusal.reason, refusal.message) if refusal else ("Starting", "its agent has not reported yet")
+        )
+        starting = "True" if refusal is None else "False"
+        stalled = "False" if refusal is None else "True"
+        wanted = [
+            ("Ready", "False", reason, message),
+            ("Reconciling", starting, reason, ""),
+            ("Stalled", stalled, reason, ""),
+        ]
+        conditions = condition_list(wanted, before.get("conditions", ()), generation, now_seconds)
+        return {"observedGeneration": generation, "conditions": conditions, "models": models}
+    ready = "True" if report.ready else "False"
+    reason = report.reason or ("Serving" if report.ready else Reason.INTERNAL)
+    wanted = [
+        ("Ready", ready, reason, report.message),
+        ("Reconciling", "False", "Idle", ""),
+        ("Stalled", "False" if report.ready else "True", "Idle" if report.ready else reason, report.message),
+    ]
+    return {
+        "observedGeneration": generation,
+        "conditions": condition_list(wanted, before.get("conditions", ()), generation, now_seconds),
+        "node": report.node,
+        "device": report.device,
+        "models": models,
+        "budgetBytes": report.budget_bytes,
+        "residentBytes": report.resident_bytes,
+        "promisedBytes": report.promised_bytes,
+        "workingBytes": report.working_bytes,
+        "freeBytes": report.free_bytes,
+        "hostBudgetBytes": report.host_budget_bytes,
+        "hostBytes": report.host_bytes,
+        "arenaBytes": report.arena_bytes,
+        "footprintBytes": report.footprint_bytes,
+        "overcommitRatio": round(report.footprint_bytes / report.budget_bytes, 3) if report.budget_bytes else 0.0,
+        "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
+    }
+
+
+def process_status(report: ModelReport | None) -> dict[str, Any]:
+    """The status of an OmniProcess."""
+    if report is None or report.process is None:
+        return {"state": "stopped", "tier": report.tier if report else "cold"}
+    process = report.process
+    return {
+        "state": process.state,
+        "tier": report.tier,
+        "instance": process.instance,
+        "pid": process.pid,
+        "started": timestamp(process.started_seconds),
+        "privateBytes": process.private_bytes,
+        "restarts": process.restarts,
+        "isolationLevel": process.isolation_level,
+        "isolationMissing": list(process.isolation_missing),
+        "cgroup": process.cgroup,
+    }

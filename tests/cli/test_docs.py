@@ -1,0 +1,47 @@
+"""The documents name what the code can say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from omnimodel.cli import COMMANDS
+from omnimodel.cli.exits import ExitCode
+from omnimodel.errors import Reason
+
+ROOT = Path(__file__).parents[2]
+
+
+def sections(path: str) -> dict[str, str]:
+    """Heading -> text below it."""
+    parts = re.split(r"^#{2,3} (.+)$", (ROOT / path).read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_has_a_cure(reason: Reason) -> None:
+    assert len(sections("docs/troubleshooting.md").get(reason, "").split()) >= 8
+
+
+def test_no_cure_for_a_reason_that_is_gone() -> None:
+    headings = {heading for heading in sections("docs/troubleshooting.md") if " " not in heading}
+    assert headings - {"Manifests", "Memory", "Running", "Requests"} == set(Reason)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_is_documented(name: str) -> None:
+    assert f"`omni {name}" in (ROOT / "docs/cli.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_every_exit_code_is_documented(code: ExitCode) -> None:
+    assert re.search(rf"^\| {int(code)} \|", (ROOT / "docs/cli.md").read_text("utf-8"), re.MULTILINE)
+
+
+def test_no_registry_address_in_what_is_shipped() -> None:
+    registries = ("pypi.org", "pythonhosted", "files.pythonhosted")
+    for path in ("README.md", "Makefile", ".ci/run", ".ci/setup", "requirements.txt", "pyproject.toml"):
+        text = (ROOT / path).read_text("utf-8")
+        assert not [name for name in registries if name in text], path
