@@ -258,8 +258,8 @@ class _Decision:
                 may_at = min(may_at, overdue_at)
                 if model.freezable:
                     may_at = max(may_at, model.resident_since + limits.slice_seconds)
-            elif self._is_background(target) and not self._overdue(target):
-                may_at = min(model.last_arrival + limits.background_seconds, overdue_at)
+            if self._is_background(target):
+                may_at = max(may_at, min(model.last_arrival + limits.background_seconds, overdue_at))
             if may_at > self.now + 1e-9:  # the time to look again must be over when it comes
                 found.again_at = min(found.again_at, may_at)
                 found.spared.append(f"{model.name} is in use for another {may_at - self.now:.1f} s at least")
