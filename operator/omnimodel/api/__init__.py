@@ -1,1 +1,49 @@
-"""To be written."""
+"""The resources of the API as pydantic models, their validation, and the CRDs made from them.
+
+Everyone above may import it; it imports quantity and errors. Manifests come in through `parse`, which refuses in
+sentences; `crd` and `reference` make crds/*.yaml and docs/manifest.md from the same models.
+"""
+
+from __future__ import annotations
+
+from omnimodel.api.meta import API_VERSION, GROUP, VERSION, Condition, Metadata, OwnerReference, Part, Resource
+from omnimodel.api.model import Limits, ModelSpec, OmniModel, Replicas, Residency, Resources, ServedName
+from omnimodel.api.pool import OmniPool, PoolSpec, Volume
+from omnimodel.api.priority import PRIORITIES, priority_number
+from omnimodel.api.process import OmniProcess, ProcessLimits, ProcessSpec, ProcessStatus
+from omnimodel.api.status import Footprint, IsolationStatus, ModelStatus, PoolStatus, ResidencyEntry
+
+KINDS: dict[str, type[Resource]] = {"OmniModel": OmniModel, "OmniPool": OmniPool, "OmniProcess": OmniProcess}
+
+__all__ = [
+    "API_VERSION",
+    "GROUP",
+    "KINDS",
+    "PRIORITIES",
+    "VERSION",
+    "Condition",
+    "Footprint",
+    "IsolationStatus",
+    "Limits",
+    "Metadata",
+    "ModelSpec",
+    "ModelStatus",
+    "OmniModel",
+    "OmniPool",
+    "OmniProcess",
+    "OwnerReference",
+    "Part",
+    "PoolSpec",
+    "PoolStatus",
+    "ProcessLimits",
+    "ProcessSpec",
+    "ProcessStatus",
+    "Replicas",
+    "Residency",
+    "ResidencyEntry",
+    "Resource",
+    "Resources",
+    "ServedName",
+    "Volume",
+    "priority_number",
+]

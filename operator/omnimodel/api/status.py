@@ -1,0 +1,122 @@
+"""What the system says about a model and a pool. Written by operator and agents, never by a person."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from omnimodel.api.fields import choice, number, plain, whole
+from omnimodel.api.meta import Condition, Part, Time
+
+Tier = Annotated[Literal["resident", "warm", "parked", "cold"], choice("resident", "warm", "parked", "cold")]
+ByteCount = Annotated[int, whole(0, 2**62, "bytes")]
+Counter = Annotated[int, whole(0, 2**62)]
+Seconds = Annotated[float, number(0, 1e12)]
+
+
+class ResidencyEntry(Part):
+    """One pod's word on the model; only that pod's agent writes it."""
+
+    pod: Annotated[str, plain(253, empty=False)] = Field(
+        description="Name of the pod, or of the machine.", examples=["default-0"]
+    )
+    tier: Tier = Field(default="cold", description="Where the model is.", examples=["resident"])
+    device_bytes: ByteCount = Field(default=0, description="Device memory it holds.", examples=[269484032])
+    host_bytes: ByteCount = Field(
+        default=0, description="Host memory it holds: arena and private memory.", examples=[301989888]
+    )
+    pid: Counter = Field(default=0, description="Its process; 0 for none.", examples=[4711])
+    since: Time = Field(default="", description="When it came to this tier.", examples=["2026-11-29T12:00:00Z"])
+    last_request: Time = Field(default="", description="When it was asked last.", examples=["2026-11-29T12:00:00Z"])
+    requests: Counter = Field(default=0, description="Requests answered since the agent began.", examples=[17])
+    wakes: Counter = Field(default=0, description="How often it was woken.", examples=[3])
+    last_wake_seconds: Seconds = Field(default=0, description="How long the last wake took.", examples=[0.021])
+    reason: Annotated[str, plain(128)] = Field(
+        default="", description="Why it is there, one word.", examples=["Evicted"]
+    )
+    message: Annotated[str, plain(4096)] = Field(
+        default="", description="Why it is there, one sentence.", examples=["made room"]
+    )
+
+
+class Footprint(Part):
+    """Bytes of the model as measured."""
+
+    weights_bytes: ByteCount = Field(default=0, description="Bytes of its image.", examples=[269484032])
+    working_bytes: ByteCount = Field(default=0, description="Working memory at its peak.", examples=[67108864])
+    private_bytes: ByteCount = Field(
+        default=0, description="Private memory of its process when idle.", examples=[16777216]
+    )
+
+
+class ModelStatus(Part):
+    """What the system says about a model."""
+
+    observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[3])
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Ready (the model serves, or can be woken), Reconciling and Stalled.",
+        examples=[[{"type": "Ready", "status": "True", "reason": "Serving"}]],
+    )
+    residency: list[ResidencyEntry] = Field(
+        default_factory=list,
+        max_length=1000,
+        description="One entry a pod.",
+        examples=[[{"pod": "default-0", "tier": "warm"}]],
+    )
+    footprint: Footprint | None = Field(
+        default=None, description="Measured bytes.", examples=[{"weightsBytes": 269484032}]
+    )
+    served_names: list[Annotated[str, plain(96)]] = Field(
+        default_factory=list, max_length=65, description="Names the model answers to.", examples=[["smollm2"]]
+    )
+
+
+class IsolationStatus(Part):
+    """The isolation that the pool reached."""
+
+    level: Annotated[str, plain(32)] = Field(
+        default="", description="namespaces, landlock or process.", examples=["namespaces"]
+    )
+    missing: list[Annotated[str, plain(512)]] = Field(
+        default_factory=list, max_length=64, description="What it lacks.", examples=[["cgroup memory limits"]]
+    )
+
+
+class PoolStatus(Part):
+    """What the system says about a pool."""
+
+    observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[1])
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Ready, Reconciling and Stalled.",
+        examples=[[{"type": "Ready", "status": "True", "reason": "Serving"}]],
+    )
+    replicas: Counter = Field(default=0, description="Pods there are.", examples=[1])
+    ready_replicas: Counter = Field(default=0, description="Pods that serve.", examples=[1])
+    selector: Annotated[str, plain(1024)] = Field(
+        default="", description="Label selector of its pods.", examples=["omnimodel.io/pool=default"]
+    )
+    devices: Counter = Field(default=0, description="Devices of all pods.", examples=[1])
+    device: Annotated[str, plain(128)] = Field(default="", description="What a device is.", examples=["cpu"])
+    models: Counter = Field(default=0, description="Models assigned.", examples=[12])
+    budget_bytes: ByteCount = Field(default=0, description="Device memory for models.", examples=[536870912])
+    resident_bytes: ByteCount = Field(default=0, description="Device memory that models hold.", examples=[402653184])
+    promised_bytes: ByteCount = Field(default=0, description="Device memory promised to wakes under way.", examples=[0])
+    working_bytes: ByteCount = Field(default=0, description="Working memory of resident models.", examples=[67108864])
+    free_bytes: ByteCount = Field(default=0, description="Device memory that is free.", examples=[67108864])
+    footprint_bytes: ByteCount = Field(
+        default=0, description="Sum of the footprints of all models.", examples=[1610612736]
+    )
+    host_budget_bytes: ByteCount = Field(default=0, description="Host memory of the pool.", examples=[4294967296])
+    host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])
+    arena_bytes: ByteCount = Field(default=0, description="Of it, the images that wait.", examples=[805306368])
+    overcommit_ratio: Seconds = Field(
+        default=0, description="Footprints of all models / device budget.", examples=[3.0]
+    )
+    isolation: IsolationStatus | None = Field(
+        default=None, description="The isolation reached.", examples=[{"level": "namespaces"}]
+    )
