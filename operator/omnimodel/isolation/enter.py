@@ -45,7 +45,7 @@ class _Steps:
 def enter(plan: SandboxPlan) -> Reached:
     """Put this process into its sandbox, as strong as the machine allows. It must have one thread.
 
-    Called in a child of `fork_isolated`: the pid namespace (and the user namespace, without privileges) comes from there.
+    Called in a child of `fork_isolated`: the pid namespace (and, without privileges, the user namespace) comes from it.
 
     Raises:
         IsolationError: the level reached is below the plan's minimum, or a path of the plan cannot be shown.

@@ -55,7 +55,7 @@ def syscall(number: int, *arguments: object) -> int:
 
 
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Mount `source` at `target`: see man 2 mount."""
     text = [value.encode() if value else None for value in (source, target, kind)]
     check(libc.mount(*text, ctypes.c_ulong(flags), options.encode() or None), target)
 
@@ -66,17 +66,17 @@ def unmount(target: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """unshare(2)."""
+    """Leave namespaces for new ones: see man 2 unshare."""
     check(libc.unshare(ctypes.c_int(flags)))
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """setns(2)."""
+    """Enter a namespace: see man 2 setns."""
     check(libc.setns(descriptor, kind))
 
 
 def pivot_root(new: str, old: str) -> None:
-    """pivot_root(2)."""
+    """Make `new` the root and put the old one at `old`."""
     number = _NR_PIVOT_ROOT.get(machine())
     if number is None:
         raise OSError(38, os.strerror(38))
@@ -84,7 +84,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl(2)."""
+    """Change something about this thread: see man 2 prctl."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
     return check(libc.prctl(option, *padded))
 

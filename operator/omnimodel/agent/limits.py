@@ -1,0 +1,351 @@
+"""Control groups of models' processes, version 1 and 2: what they may use, who ran out of memory, freezing, killing.
+
+All groups of one state directory lie under one parent, named after it, inside the agent's own group; so what a killed
+agent left behind is found and removed at the next start. What this machine does not allow is found by trying and
+reported; nothing here fails because a controller is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_AGENT_LEAF = "omnimodel-agent"
+_V1_CONTROLLERS = ("memory", "pids", "cpu", "freezer")
+_REMOVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """What one process and its children may use.
+
+    Args:
+        memory_bytes: working memory; frames are charged to the agent, which touches them first. 0 for no limit.
+        processes: processes and threads; 0 for no limit.
+        cpu_weight: share of the processor against the others, 1 to 10000, 100 as usual.
+    """
+
+    memory_bytes: int = 0
+    processes: int = 0
+    cpu_weight: int = 100
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """A file of `name number` lines; empty when it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        rows = (line.split() for line in path.read_text().splitlines())
+        return {row[0]: int(row[1]) for row in rows if len(row) == 2}
+    return {}
+
+
+def _number(path: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """One tree of groups: version 2, or one controller of version 1."""
+
+    version: int
+    controllers: frozenset[str]
+    parent: Path
+
+
+@dataclass
+class Group:
+    """The control group of one process: a folder in every hierarchy there is."""
+
+    name: str
+    hierarchies: tuple[Hierarchy, ...]
+    missing: tuple[str, ...] = ()
+
+    def _folders(self) -> Iterator[tuple[Hierarchy, Path]]:
+        for hierarchy in self.hierarchies:
+            yield hierarchy, hierarchy.parent / self.name
+
+    def _folder(self, controller: str) -> tuple[int, Path] | None:
+        for hierarchy, folder in self._folders():
+            if controller in hierarchy.controllers:
+                return hierarchy.version, folder
+        return None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Its folders."""
+        return tuple(str(folder) for _, folder in self._folders())
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether the kernel holds it to its memory limit."""
+        return self._folder("memory") is not None
+
+    def add(self, pid: int) -> None:
+        """Move a process in; its later children follow.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        for _, folder in self._folders():
+            _write(folder / "cgroup.procs", str(pid))
+
+    def pids(self) -> set[int]:
+        """The processes in it."""
+        found: set[int] = set()
+        for _, folder in self._folders():
+            with contextlib.suppress(OSError):
+                found.update(int(pid) for pid in (folder / "cgroup.procs").read_text().split())
+        return found - {0}
+
+    def usage_bytes(self) -> int | None:
+        """Memory charged to it: anonymous memory and its own tmpfs; None when memory is not counted here."""
+        found = self._folder("memory")
+        if found is None:
+            return None
+        version, folder = found
+        stat = _fields(folder / "memory.stat")
+        return stat.get("anon" if version == 2 else "rss", 0) + stat.get("shmem", 0)
+
+    def out_of_memory_kills(self) -> int:
+        """How many of its processes the kernel has killed because it was over its memory limit."""
+        found = self._folder("memory")
+        if found is None:
+            return 0
+        version, folder = found
+        return _fields(folder / ("memory.events" if version == 2 else "memory.oom_control")).get("oom_kill", 0)
+
+    def freeze(self, *, frozen: bool = True) -> bool:
+        """Stop or continue everything in it; False when this machine has no freezer."""
+        for hierarchy, folder in self._folders():
+            try:
+                if hierarchy.version == 2 and (folder / "cgroup.freeze").exists():
+                    _write(folder / "cgroup.freeze", "1" if frozen else "0")
+                    return True
+                if "freezer" in hierarchy.controllers and hierarchy.version == 1:
+                    _write(folder / "freezer.state", "FROZEN" if frozen else "THAWED")
+                    return True
+            except OSError:
+                continue
+        return False
+
+    def kill(self) -> None:
+        """Send SIGKILL to everything in it."""
+        for hierarchy, folder in self._folders():
+            if hierarchy.version == 2:
+                with contextlib.suppress(OSError):
+                    _write(folder / "cgroup.kill", "1")
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def remove(self) -> bool:
+        """Remove it; False when something is still in it."""
+        done = True
+        for _, folder in self._folders():
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                done = False
+        return done
+
+
+@dataclass
+class Groups:
+    """All groups of one state directory."""
+
+    hierarchies: tuple[Hierarchy, ...]
+    missing: tuple[str, ...] = ()
+    _made: dict[str, Group] = field(default_factory=dict)
+
+    @classmethod
+    def detect(cls, state_dir: str | os.PathLike[str], root: Path = _CGROUP_ROOT) -> Groups:
+        """Find by trying which groups can be made, and make the parents.
+
+        Args:
+            state_dir: the state directory, which names the parent.
+            root: where control groups are mounted.
+        """
+        digest = hashlib.sha256(os.path.realpath(state_dir).encode()).hexdigest()[:12]
+        name = f"omnimodel-{digest}"
+        found: list[Hierarchy] = []
+        problems: dict[str, str] = {}
+        for version, controllers, folder in _mounted(root):
+            try:
+                enabled = _enable(folder, controllers) if version == 2 else controllers
+                parent = folder / name
+                parent.mkdir(exist_ok=True)
+                if version == 2:
+                    enabled = _delegate(parent, enabled)
+                found.append(Hierarchy(version, frozenset(enabled), parent))
+            except OSError as error:
+                problems |= dict.fromkeys(controllers or ("cgroup2",), error.strerror or str(error))
+        have = {controller for hierarchy in found for controller in hierarchy.controllers}
+        what = {
+            "memory": "a memory limit by the kernel (the agent watches it instead)",
+            "pids": "a limit of processes by control group",
+            "cpu": "a share of the processor",
+        }
+        missing = tuple(
+            f"{promise}: {problems.get(controller, 'this machine has no such controller')}"
+            for controller, promise in what.items()
+            if controller not in have
+        )
+        return cls(tuple(found), missing)
+
+    def create(self, name: str, limits: GroupLimits) -> Group:
+        """Make a group for one process; one that was left over under this name is removed first."""
+        group = Group(name, self.hierarchies)
+        missing: list[str] = []
+        for hierarchy in self.hierarchies:
+            folder = hierarchy.parent / name
+            if folder.exists():
+                _empty(Group(name, (hierarchy,)))
+            folder.mkdir(exist_ok=True)
+            for controller, file, value in _settings(hierarchy, limits):
+                try:
+                    _write(folder / file, value)
+                except OSError as error:
+                    if file not in _OPTIONAL:
+                        missing.append(f"limit of {controller}: {error.strerror}")
+        group.missing = tuple(missing)
+        return group
+
+    def clean(self) -> int:
+        """Kill and remove everything under the parents, and the parents.
+
+        Returns:
+            How many groups were left over.
+        """
+        names = {
+            entry.name
+            for hierarchy in self.hierarchies
+            if hierarchy.parent.exists()
+            for entry in hierarchy.parent.iterdir()
+            if entry.is_dir()
+        }
+        for name in names:
+            _empty(Group(name, self.hierarchies))
+        return len(names)
+
+    def close(self) -> None:
+        """Remove the parents; they must be empty."""
+        for hierarchy in self.hierarchies:
+            with contextlib.suppress(OSError):
+                hierarchy.parent.rmdir()
+
+
+_OPTIONAL = {"memory.oom.group", "memory.swap.max", "memory.memsw.limit_in_bytes"}
+
+
+def _settings(hierarchy: Hierarchy, limits: GroupLimits) -> list[tuple[str, str, str]]:
+    """(controller, file, value) of every limit that this hierarchy can hold."""
+    rows: list[tuple[str, str, str]] = []
+    memory = str(limits.memory_bytes)
+    if limits.memory_bytes:
+        if hierarchy.version == 2:
+            files: tuple[tuple[str, str], ...] = (
+                ("memory.max", memory),
+                ("memory.swap.max", "0"),
+                ("memory.oom.group", "1"),
+            )
+        else:
+            files = (("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory))
+        rows += [("memory", file, value) for file, value in files]
+    if limits.processes:
+        rows += [("pids", "pids.max", str(limits.processes))]
+    if hierarchy.version == 2:
+        rows += [("cpu", "cpu.weight", str(limits.cpu_weight))]
+    else:
+        rows += [("cpu", "cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)))]
+    return [row for row in rows if row[0] in hierarchy.controllers]
+
+
+def _empty(group: Group) -> None:
+    """Kill what is in a group and remove it, for at most 5 seconds."""
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    group.freeze(frozen=False)
+    group.kill()
+    while not group.remove() and time.monotonic() < deadline:
+        time.sleep(0.005)
+        group.kill()
+
+
+def _own_paths() -> Mapping[str, str]:
+    """Our own group in each hierarchy: controller (or "" for version 2) -> path."""
+    found = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            found[controller.removeprefix("name=")] = path
+    return found
+
+
+def _mounted(root: Path) -> Iterator[tuple[int, tuple[str, ...], Path]]:
+    """The agent's own folder in every hierarchy: (version, its controllers, folder)."""
+    own = _own_paths()
+
+    def inside(mount: Path, path: str) -> Path:
+        folder = mount / path.lstrip("/")
+        return folder if folder.is_dir() else mount  # a container sees its own group as the root
+
+    if (root / "cgroup.controllers").exists():
+        folder = inside(root, own.get("", "/"))
+        yield 2, tuple((folder / "cgroup.controllers").read_text().split()), folder
+        return
+    for controller in _V1_CONTROLLERS:
+        if (root / controller / "cgroup.procs").exists():
+            yield 1, (controller,), inside(root / controller, own.get(controller, "/"))
+    unified = root / "unified"
+    if (unified / "cgroup.procs").exists():
+        yield 2, (), inside(unified, own.get("", "/"))
+
+
+def _enable(folder: Path, controllers: tuple[str, ...]) -> tuple[str, ...]:
+    """Version 2: let groups below ours have controllers, for which ours must hold no process itself."""
+    wanted = [name for name in ("memory", "pids", "cpu") if name in controllers]
+    if not wanted:
+        return ()
+    try:
+        _subtree(folder, wanted)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        leaf = folder / _AGENT_LEAF
+        leaf.mkdir(exist_ok=True)
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                _write(leaf / "cgroup.procs", pid)
+        _subtree(folder, wanted)
+    return tuple(wanted)
+
+
+def _delegate(parent: Path, enabled: tuple[str, ...]) -> tuple[str, ...]:
+    if enabled:
+        _subtree(parent, enabled)
+    return enabled
+
+
+def _subtree(folder: Path, controllers: Sequence[str]) -> None:
+    _write(folder / "cgroup.subtree_control", " ".join(f"+{name}" for name in controllers))

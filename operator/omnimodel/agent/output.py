@@ -1,0 +1,178 @@
+"""What models' processes print: from pipes into files of bounded size, by one thread for all of them.
+
+A model that prints a gigabyte is not held up by it and hurts nobody: beyond a rate its output is read and dropped, and
+a line says how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import time
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 8 << 20  # of one log file; one older one is kept
+RATE_BYTES = 1 << 20  # a second; more is dropped
+_BURST_BYTES = 4 << 20
+_TAIL_BYTES = 16 << 10
+_CHUNK_BYTES = 256 << 10
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031
+
+
+class Output:
+    """The output of one process."""
+
+    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.path = path
+        self.read_descriptor, self.write_descriptor = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.read_descriptor, False)
+        with contextlib.suppress(OSError):
+            _resize(self.read_descriptor)
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._bytes = self._file.tell()
+        self._tail = bytearray()
+        self._allowance = float(_BURST_BYTES)
+        self._refilled = time.monotonic()
+        self._dropped_bytes = 0
+
+    def take(self, chunk: bytes) -> None:
+        """Keep a chunk, or drop it when it comes too fast. Called by the pump's thread."""
+        self._tail += chunk[-_TAIL_BYTES:]
+        del self._tail[:-_TAIL_BYTES]
+        now = time.monotonic()
+        self._allowance = min(_BURST_BYTES, self._allowance + (now - self._refilled) * RATE_BYTES)
+        self._refilled = now
+        if self._allowance < len(chunk):
+            self._dropped_bytes += len(chunk)
+            return
+        self._allowance -= len(chunk)
+        self._say_dropped()
+        self._write(chunk)
+
+    def _say_dropped(self) -> None:
+        if self._dropped_bytes:
+            count, self._dropped_bytes = self._dropped_bytes, 0
+            self._write(f"\n[omnimodel: {count} bytes of output dropped: more than {RATE_BYTES} a second]\n".encode())
+
+    def _write(self, chunk: bytes) -> None:
+        try:
+            if self._bytes + len(chunk) > FILE_BYTES:
+                self._file.close()
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self._file = self.path.open("ab", buffering=0)
+                self._bytes = 0
+            self._file.write(chunk)
+            self._bytes += len(chunk)
+        except (OSError, ValueError) as error:  # a full disk must not stop the reading
+            log.warning("log_write_failed path=%s error=%s", self.path, error)
+
+    def end(self) -> None:
+        """No more will come. Called by the pump's thread."""
+        self._say_dropped()
+        self._file.close()
+        os.close(self.read_descriptor)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._ended)
+
+    def _ended(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines that were printed."""
+        return "\n".join(bytes(self._tail).decode(errors="replace").splitlines()[-lines:])
+
+    def close_writer(self) -> None:
+        """Close the agent's copy of the writing end, once the process has its own."""
+        if self.write_descriptor >= 0:
+            os.close(self.write_descriptor)
+            self.write_descriptor = -1
+
+
+def _resize(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(descriptor, _F_SETPIPE_SZ, _PIPE_BYTES)
+
+
+class OutputPump:
+    """The thread that reads every process's output."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._lock = threading.Lock()
+        self._added: list[Output] = []
+        self._dropped: list[Output] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def add(self, path: Path) -> Output:
+        """Make a pipe whose output goes to the file `path`."""
+        output = Output(path, asyncio.get_running_loop())
+        with self._lock:
+            self._added.append(output)
+        os.write(self._wake_write, b".")
+        return output
+
+    def drop(self, output: Output) -> None:
+        """Stop reading an output although somebody still holds its writing end."""
+        with self._lock:
+            self._dropped.append(output)
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b".")
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closing = True
+        os.write(self._wake_write, b".")
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        outputs: set[Output] = set()
+        while not self._closing:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    continue
+                output: Output = key.data
+                try:
+                    chunk = os.read(output.read_descriptor, _CHUNK_BYTES)
+                except BlockingIOError:
+                    continue
+                if chunk:
+                    output.take(chunk)
+                else:
+                    self._end(output, outputs)
+            with self._lock:
+                added, self._added = self._added, []
+                dropped, self._dropped = self._dropped, []
+            for output in added:
+                self._selector.register(output.read_descriptor, selectors.EVENT_READ, output)
+                outputs.add(output)
+            for output in dropped:
+                if output in outputs:
+                    self._end(output, outputs)
+        for output in list(outputs):
+            self._end(output, outputs)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _end(self, output: Output, outputs: set[Output]) -> None:
+        self._selector.unregister(output.read_descriptor)
+        outputs.discard(output)
+        output.end()

@@ -1,0 +1,339 @@
+"""One model's process: its fork, sandbox, control group, output, commands and end. One object owns all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from omnimodel.agent.limits import Group
+from omnimodel.agent.output import Output
+from omnimodel.agent.zygotes import Forked
+from omnimodel.errors import ProcessError, Reason
+from omnimodel.isolation import SandboxPlan
+from omnimodel.protocol.channel import ChannelClosed
+from omnimodel.protocol.process import Command, Envelope, Evict, Progress, Publish, Reply, Start, Stop, Wake, decode
+
+log = logging.getLogger(__name__)
+
+ProgressSaid = Callable[[Progress], None]
+
+_STATUS_SECONDS = 1.0
+_DRAIN_SECONDS = 0.5
+_KILL_SECONDS = 10.0
+_WATCH_SECONDS = 0.5
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Source: include/uapi/linux/pidfd.h
+
+
+class ProcessExit(ProcessError):
+    """Why a process ended.
+
+    Args:
+        status: its exit status, or the negative number of the signal that ended it; None when nobody knows.
+        expected: it was told to end.
+    """
+
+    def __init__(
+        self, subject: str, problem: str, cure: str, *, reason: Reason, status: int | None, expected: bool, tail: str
+    ) -> None:
+        super().__init__(subject, problem, cure, reason=reason)
+        self.status = status
+        self.expected = expected
+        self.tail = tail
+
+
+class ModelProcess:
+    """See the module. Made by `Spawner.spawn`.
+
+    `exited` is done when the kernel has confirmed the end: only then do its frames count as free. `released` is done
+    when its group, socket and folder are gone too.
+
+    Args:
+        subject: the object in messages.
+        generation: of its spec.
+        plan: of its sandbox.
+        forked: the process.
+        group: its control group.
+        output: what it prints.
+        listener: the socket it serves on, `socket_path` its address for the agent.
+        release: removes what belongs to it after its end.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        generation: int,
+        plan: SandboxPlan,
+        forked: Forked,
+        group: Group,
+        output: Output,
+        listener: socket.socket,
+        socket_path: Path,
+        release: Callable[[ModelProcess], Awaitable[None]],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.subject = subject
+        self.generation = generation
+        self.instance = plan.instance
+        self.plan = plan
+        self.pid = forked.pid
+        self.start_ticks = forked.start_ticks
+        self.reached = forked.reached
+        self.started_seconds = time.time()
+        self.socket_path = socket_path
+        self.group = group
+        self.exited: asyncio.Future[ProcessExit] = loop.create_future()
+        self._forked = forked
+        self._channel = forked.channel
+        self._pidfd = forked.pidfd
+        self.output = output
+        self.listener = listener
+        self._release = release
+        self._next_id = 1
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._progress: dict[int, ProgressSaid] = {}
+        self._stopping = False
+        self._killed = False
+        self._over_memory = False
+        self._dead = asyncio.Event()
+        loop.add_reader(self._pidfd, self._died)
+        self._reader = asyncio.create_task(self._read(), name=f"read {self.instance}")
+        self.released: asyncio.Task[None] = asyncio.create_task(self._end(), name=f"end {self.instance}")
+        watched = plan.memory_bytes and not group.limits_memory
+        self._watcher = asyncio.create_task(self._watch_memory(), name=f"watch {self.instance}") if watched else None
+
+    # Commands
+
+    async def command(
+        self,
+        command: Command,
+        descriptors: Sequence[int] = (),
+        timeout_seconds: float = 30.0,
+        progress: ProgressSaid | None = None,
+    ) -> Reply:
+        """Send a command and wait for its reply; several may be under way. `Start` gets the listening socket added.
+
+        Raises:
+            ProcessError: the process refused it, did not answer in time, or ended (`ProcessExit`).
+        """
+        if self.exited.done():
+            raise self.exited.result()
+        number, self._next_id = self._next_id, self._next_id + 1
+        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[number] = waiter
+        if progress is not None:
+            self._progress[number] = progress
+        if isinstance(command, Start):
+            descriptors = (self.listener.fileno(), *descriptors)
+        envelope = Envelope(number, self.generation, self.instance, command)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                with contextlib.suppress(ChannelClosed):  # it is ending: the waiter gets to know why
+                    await self._channel.send(envelope.to_message(), descriptors)
+                reply = await waiter
+        except TimeoutError as error:
+            raise ProcessError(
+                self.subject,
+                f"its process did not answer {command.op!r} in {timeout_seconds:g} s",
+                _LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, "see its log"))[1],
+                reason=_LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, ""))[0],
+            ) from error
+        finally:
+            self._replies.pop(number, None)
+            self._progress.pop(number, None)
+        if not reply.ok:
+            reason = Reason(reply.reason) if reply.reason in set(Reason) else Reason.HANDLER_FAILED
+            refusal = ProcessError(self.subject, reply.message, "", reason=reason)
+            if reply.detail:
+                refusal.add_note(reply.detail)
+            raise refusal
+        return reply
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message, descriptors = await self._channel.receive()
+            except ChannelClosed:
+                return
+            for descriptor in descriptors:  # none is expected
+                os.close(descriptor)
+            try:
+                said = decode(message)
+            except (KeyError, TypeError):
+                log.warning("message_not_understood instance=%s", self.instance)
+                continue
+            if isinstance(said, Progress):
+                for callback in list(self._progress.values()):
+                    callback(said)
+            elif (waiter := self._replies.get(said.id)) is not None and not waiter.done():
+                waiter.set_result(said)
+
+    # Memory
+
+    def private_bytes(self) -> int:
+        """Memory that is this process's own (its children's included), without the frames it has mapped."""
+        usage = self.group.usage_bytes()
+        if usage is not None:
+            return usage
+        return sum(_private_bytes(pid) for pid in self.group.pids() | {self.pid})
+
+    async def _watch_memory(self) -> None:
+        """The memory limit of a machine without control groups for it."""
+        while not self._dead.is_set():
+            if self.private_bytes() > self.plan.memory_bytes:
+                self._over_memory = True
+                self.kill()
+                return
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    # The end
+
+    def kill(self) -> None:
+        """Send SIGKILL, to its children too; `exited` follows."""
+        if self._dead.is_set():
+            return
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.group.kill()
+
+    async def stop(self, grace_seconds: float) -> ProcessExit:
+        """Let it finish its requests for at most `grace_seconds`, then kill it.
+
+        Raises:
+            ProcessError: the kernel did not confirm its end (it hangs in a driver).
+        """
+        self._stopping = True
+        with contextlib.suppress(ProcessError):
+            await self.command(Stop(grace_seconds), (), grace_seconds + 1.0)
+        await asyncio.wait([self.exited], timeout=2.0 if not self.exited.done() else 0)
+        if not self.exited.done():
+            self.kill()
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                return await asyncio.shield(self.exited)
+        except TimeoutError as error:
+            raise ProcessError(
+                self.subject,
+                f"its process {self.pid} is still there {_KILL_SECONDS:g} s after SIGKILL",
+                "it hangs in the kernel or a driver; its memory stays counted",
+                reason=Reason.EVICT_TIMEOUT,
+            ) from error
+
+    def _died(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._dead.set()
+
+    async def _end(self) -> None:
+        """From the kernel's word that it is gone to the last trace of it."""
+        reader_left = asyncio.create_task(self._hung_up())
+        await self._dead.wait()
+        reader_left.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        status = await self._status()
+        self.group.kill()  # below `namespaces` children may live on
+        await asyncio.wait([self._reader, self.output.ended], timeout=_DRAIN_SECONDS)
+        self._reader.cancel()
+        reason = self._reason(status)
+        for waiter in self._replies.values():
+            if not waiter.done():
+                waiter.set_exception(reason)
+        self._channel.close()
+        os.close(self._pidfd)
+        log.info(
+            "exited instance=%s pid=%d status=%s reason=%s problem=%r",
+            self.instance,
+            self.pid,
+            status,
+            reason.reason,
+            reason.problem,
+        )
+        self.exited.set_result(reason)
+        await self._release(self)
+
+    async def _hung_up(self) -> None:
+        """A process that closes its control channel can be told nothing any more: it has 5 s to end."""
+        await asyncio.wait([self._reader])
+        await asyncio.sleep(5.0)
+        self.kill()
+
+    async def _status(self) -> int | None:
+        try:
+            async with asyncio.timeout(_STATUS_SECONDS):
+                return await asyncio.shield(self._forked.status)
+        except (TimeoutError, asyncio.CancelledError):
+            if self.released.cancelling():
+                raise
+            return _status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
+
+    def _reason(self, status: int | None) -> ProcessExit:
+        tail = self.output.tail()
+        last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
+        said = f"; its last line was {last[:300]!r}" if last else ""
+        name = self.subject.partition("/")[2] or self.subject
+        cure = f"see omni logs {name}"
+        reason = Reason.CRASHED
+        if self._over_memory or self.group.out_of_memory_kills():
+            reason = Reason.OUT_OF_MEMORY
+            problem = f"it needed more than its {self.plan.memory_bytes >> 20} MiB of working memory and was ended"
+            cure = "raise resources.hostMemory, or ask for less at once"
+        elif self._stopping and not self._killed:
+            problem = "it was stopped"
+        elif self._killed:
+            problem = "it was killed by the agent"
+        elif status is None:
+            problem = f"its process ended; its exit status is lost{said}"
+        elif status == -signal.SIGKILL:
+            problem = "its process was killed from outside (by an administrator, or the machine ran out of memory)"
+        elif status < 0:
+            problem = f"its process was ended by {_signal_name(-status)}{said}"
+        else:
+            problem = f"its process ended by itself with exit status {status}{said}"
+        expected = self._stopping or self._killed
+        return ProcessExit(self.subject, problem, cure, reason=reason, status=status, expected=expected, tail=tail)
+
+
+_LATE: dict[type[Command], tuple[Reason, str]] = {
+    Start: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
+    Publish: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
+    Wake: (Reason.LOAD_TIMEOUT, "see its log"),
+    Evict: (Reason.EVICT_TIMEOUT, "its process is killed so that its memory comes back"),
+    Stop: (Reason.EVICT_TIMEOUT, "its process is killed"),
+}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _status_by_pidfd(pidfd: int) -> int | None:
+    """The exit status from the kernel (Linux 6.15), for a process that is not our child."""
+    buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, buffer)
+    except OSError:
+        return None
+    mask, _ = struct.unpack_from("QQ", buffer)
+    (code,) = struct.unpack_from("i", buffer, 60)
+    return os.waitstatus_to_exitcode(code) if mask & _PIDFD_INFO_EXIT else None
+
+
+def _private_bytes(pid: int) -> int:
+    """Private pages by smaps; frames are mapped by the agent as well, so they are not among them."""
+    try:
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Private_"))

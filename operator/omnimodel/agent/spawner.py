@@ -1,0 +1,236 @@
+"""Makes model processes: the fork, the sandbox, the control group, the socket and the output of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omnimodel.agent.journal import Entry, Journal, clean_leftovers
+from omnimodel.agent.limits import Group, GroupLimits, Groups
+from omnimodel.agent.output import Output, OutputPump
+from omnimodel.agent.process import ModelProcess
+from omnimodel.agent.zygotes import SERVE, Forked, Zygotes
+from omnimodel.errors import OmniError, ProcessError
+from omnimodel.isolation import Level, Reached, SandboxPlan
+from omnimodel.isolation.probe import probe_async
+from omnimodel.protocol.channel import ChannelClosed
+
+log = logging.getLogger(__name__)
+
+_SOCKET_PATH_BYTES = 107  # man 7 unix
+_REMOVE_SECONDS = 5.0
+_BACKLOG = 512
+_OOM_SCORE = "500"  # when the whole machine is out of memory, a model goes before the agent
+
+
+@dataclass(frozen=True)
+class ProcessRequest:
+    """A process to be made.
+
+    Args:
+        subject: the object in messages, such as `OmniModel default/smollm2`.
+        generation: of its spec.
+        plan: of its sandbox; folders in `writable` are given to its user.
+        log_path: the file that its output goes to.
+        environment: folders of packages; equal ones share a zygote.
+        paths: further import paths, as the process sees them.
+        preload: modules that a new zygote of this environment imports.
+        env: environment variables, secrets included: they never pass through a zygote.
+        working_dir: as the process sees it; empty for its /tmp.
+        cpu_weight: share of the processor, 100 as usual.
+        target: what runs in it.
+        fork_seconds: how long it may take until it is in its sandbox.
+    """
+
+    subject: str
+    generation: int
+    plan: SandboxPlan
+    log_path: Path
+    environment: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    working_dir: str = ""
+    cpu_weight: int = 100
+    target: str = SERVE
+    fork_seconds: float = 60.0
+
+
+class Spawner:
+    """Makes model processes: everything that they share on one agent.
+
+    Args:
+        state_dir: the agent's state directory.
+        zygotes: where processes are forked from.
+        reached: the isolation that this machine gives, from `open`.
+        groups: control groups.
+    """
+
+    def __init__(self, state_dir: Path, zygotes: Zygotes, reached: Reached, groups: Groups) -> None:
+        self.state_dir = state_dir
+        self.zygotes = zygotes
+        self.groups = groups
+        self.reached = reached
+        self.journal = Journal(state_dir / "journal")
+        self.pump = OutputPump()
+        self._processes: set[ModelProcess] = set()
+        self._run = state_dir / "run"
+        self._run.mkdir(parents=True, exist_ok=True)
+        self._run.chmod(0o711)
+        self._run_descriptor = os.open(self._run, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @classmethod
+    async def open(cls, state_dir: str | os.PathLike[str], zygotes: Zygotes | None = None) -> Spawner:
+        """Clean what a killed agent left, and find out what this machine allows."""
+        root = await asyncio.to_thread(lambda: Path(state_dir).resolve())
+        await asyncio.to_thread(clean_leftovers, root)
+        reached = await probe_async()
+        groups = await asyncio.to_thread(Groups.detect, root)
+        reached = replace(reached, missing=(*reached.missing, *groups.missing))
+        log.info("isolation level=%s missing=%d", reached.level, len(reached.missing))
+        return cls(root, zygotes or Zygotes(root), reached, groups)
+
+    def inside(self, plan: SandboxPlan, path: str) -> str:
+        """Where a path of the machine will be found by a process with this plan."""
+        return plan.inside(
+            path, self.reached.level if self.reached.level.strength < plan.wanted.strength else plan.wanted
+        )
+
+    async def spawn(self, request: ProcessRequest) -> ModelProcess:
+        """Fork a process, put it into its sandbox and control group, and let its code begin.
+
+        Raises:
+            IsolationError: the machine does not give the plan's minimum.
+            ProcessError: it did not start.
+        """
+        plan = request.plan
+        folder = self._run / plan.instance
+        output: Output | None = None
+        group: Group | None = None
+        forked: Forked | None = None
+        listener: socket.socket | None = None
+        try:
+            socket_path, listener = self._listen(plan.instance)
+            plan = self._prepare(plan, folder)
+            output = self.pump.add(request.log_path)
+            limits = GroupLimits(plan.memory_bytes, plan.processes, request.cpu_weight)
+            group = await asyncio.to_thread(self.groups.create, plan.instance, limits)
+            forked = await self.zygotes.fork(
+                plan,
+                log_descriptor=output.write_descriptor,
+                environment=request.environment,
+                paths=request.paths,
+                preload=request.preload,
+                target=request.target,
+                timeout_seconds=request.fork_seconds,
+            )
+            output.close_writer()
+            paths = (str(self._run / f"{plan.instance}.sock"), str(folder))
+            self.journal.record(Entry(plan.instance, forked.pid, forked.start_ticks, paths))
+            _offer_to_oom_killer(forked.pid)
+            group.add(forked.pid)
+            scratch = {"TMPDIR": plan.scratch, "HOME": plan.scratch} if plan.scratch else {}
+            process = ModelProcess(
+                request.subject,
+                request.generation,
+                plan,
+                forked,
+                group,
+                output,
+                listener,
+                socket_path,
+                self._release,
+            )
+            self._processes.add(process)
+            await forked.go({**scratch, **request.env}, request.working_dir or plan.scratch)
+        except BaseException as error:
+            if forked is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(forked.pidfd, signal.SIGKILL)
+            await self._undo(plan.instance, group, output, listener)
+            if isinstance(error, ChannelClosed | ProcessLookupError):
+                raise ProcessError(request.subject, "its process ended before it began", "see its log") from error
+            if isinstance(error, OmniError):
+                error.subject = request.subject
+            raise
+        return process
+
+    def _prepare(self, plan: SandboxPlan, folder: Path) -> SandboxPlan:
+        """Give the folders made for the process to its user, and a scratch folder where it can have no /tmp."""
+        owned = list(plan.writable)
+        if self.reached.level is not Level.NAMESPACES or plan.wanted is not Level.NAMESPACES:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            plan = replace(plan, scratch=str(folder))
+            owned.append(str(folder))
+        if plan.uid and os.geteuid() == 0:
+            for path in owned:
+                os.chown(path, plan.uid, plan.uid)
+        return plan
+
+    def _listen(self, instance: str) -> tuple[Path, socket.socket]:
+        """The socket that the process will serve on; only the agent may connect."""
+        name = f"{instance}.sock"
+        path = self._run / name
+        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+            path = Path(f"/proc/self/fd/{self._run_descriptor}/{name}")
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return path, listener
+
+    async def _undo(
+        self, instance: str, group: Group | None, output: Output | None, listener: socket.socket | None
+    ) -> None:
+        """Remove what belongs to a process that is gone or never was."""
+        if output is not None:
+            output.close_writer()
+            self.pump.drop(output)
+        if listener is not None:
+            listener.close()
+        (self._run / f"{instance}.sock").unlink(missing_ok=True)
+        folder = self._run / instance
+        if folder.exists():
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if group is not None:
+            deadline = time.monotonic() + _REMOVE_SECONDS
+            while not group.remove() and time.monotonic() < deadline:
+                group.kill()
+                await asyncio.sleep(0.005)
+        self.journal.forget(instance)
+
+    async def _release(self, process: ModelProcess) -> None:
+        """Remove what belonged to a process that has ended."""
+        await self._undo(process.instance, process.group, process.output, process.listener)
+        self._processes.discard(process)
+
+    async def close(self) -> None:
+        """Kill every process, end the zygotes, remove the groups."""
+        processes = list(self._processes)
+        for process in processes:
+            process.kill()
+        await asyncio.gather(*(process.released for process in processes), return_exceptions=True)
+        await self.zygotes.close()
+        self.pump.close()
+        self.groups.close()
+        os.close(self._run_descriptor)
+
+
+def _offer_to_oom_killer(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(_OOM_SCORE)

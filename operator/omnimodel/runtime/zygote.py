@@ -1,0 +1,359 @@
+"""The zygote: a process that has imported the heavy libraries and forks models from there.
+
+`python -m omnimodel.runtime.zygote DESCRIPTOR [--preload MODULE,…]`. It starts no thread, runs no tensor operation,
+touches no accelerator and holds no secret, because every model's process begins as a copy of it. On its channel:
+
+| asked | descriptors | answered |
+|---|---|---|
+| `{"op": "fork", "instance", "plan", "environment": [paths], "target", "names": [..]}` | control, log, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused` |
+| `{"op": "derive", "key", "environment": [paths], "preload": [modules]}` | its channel, its log | `{"kind": "derived", "key", …}` and a pidfd, or `conflict` |
+| | | `{"kind": "exited", "pid", "status"}` for each child that ended |
+
+The child enters its sandbox, says `{"kind": "entered", "reached", "seconds"}` on its control channel, waits for
+`{"op": "go", "env"}` (by then it is in its control group) and calls `target`, `omnimodel.runtime.serve:run`.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from omnimodel.errors import OmniError, Reason
+from omnimodel.isolation import SandboxPlan, enter, fork_isolated
+from omnimodel.isolation.syscalls import PR_SET_CHILD_SUBREAPER, close_descriptors_except, prctl
+from omnimodel.protocol.channel import Channel, ChannelClosed
+
+SERVE = "omnimodel.runtime.serve:run"
+PRELOAD = (
+    "numpy",
+    "torch",
+    "aiohttp.web",
+    "safetensors.torch",
+    "tokenizers",
+    "transformers",
+    "transformers.generation.utils",
+    "transformers.generation.continuous_batching",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.whisper.modeling_whisper",
+    "transformers.models.whisper.feature_extraction_whisper",
+    "omnimodel.runtime.serve",
+)
+_ORPHAN_SECONDS = 30.0
+
+
+def thread_names() -> list[str]:
+    """Names of this process's threads, as the kernel has them."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm", encoding="utf-8", errors="replace") as file:
+            names.append(file.read().strip())
+    return names
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since boot: with its pid its identity."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def private_bytes() -> int:
+    """Memory that this process shares with no other."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
+
+
+def preload(modules: Sequence[str], said: Callable[[str, int, int], None]) -> list[str]:
+    """Import modules; those that are not installed are passed over.
+
+    Returns:
+        The modules that were not found.
+    """
+    absent = []
+    for index, name in enumerate(modules):
+        said(name, index, len(modules))
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            absent.append(f"{name} ({error})")
+    if "torch" in modules and "torch" in sys.modules:
+        _tiny_models()
+    return absent
+
+
+def _tiny_models() -> None:
+    """Build models without storage: loads what the libraries import late, and runs nothing."""
+    import torch
+
+    with torch.device("meta"):
+        torch.nn.Linear(2, 2)(torch.empty(1, 2))
+        torch.zeros(2).cos()
+        if "transformers.models.llama.modeling_llama" in sys.modules:
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            LlamaForCausalLM._from_config(  # noqa: SLF001 - the library's own way to build without weights
+                LlamaConfig(
+                    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+                )
+            )
+        if "transformers.models.bert.modeling_bert" in sys.modules:
+            from transformers import BertConfig, BertModel
+
+            BertModel._from_config(  # noqa: SLF001
+                BertConfig(hidden_size=12, num_hidden_layers=1, intermediate_size=8, vocab_size=8)
+            )
+
+
+class Zygote:
+    """Answers fork requests, one at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Import, and say that it is up."""
+        began = time.monotonic()
+        absent = preload(
+            modules,
+            lambda name, done, total: self.channel.send(
+                {"kind": "progress", "stage": f"importing {name}", "done": done, "total": total}
+            ),
+        )
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # without privileges a child arrives by way of a process that ends
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        gc.collect()
+        gc.freeze()
+        self.channel.send(
+            {
+                "kind": "up",
+                "pid": os.getpid(),
+                "startTicks": start_ticks(os.getpid()),
+                "threads": len(thread_names()),
+                "seconds": time.monotonic() - began,
+                "privateBytes": private_bytes(),
+                "absent": absent,
+            }
+        )
+
+    def serve(self) -> None:
+        """Answer until the agent is gone; the children live on."""
+        poll = select.poll()
+        poll.register(self.channel.sock, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            try:
+                if self._wake_read in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    self._reap()
+                if self.channel.sock.fileno() in ready:
+                    request, descriptors = self.channel.receive()
+                    try:
+                        self._answer(request, descriptors)
+                    finally:
+                        for descriptor in descriptors:
+                            os.close(descriptor)
+            except ChannelClosed:
+                return
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self.channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _answer(self, request: Mapping[str, Any], descriptors: list[int]) -> None:
+        about = {name: request[name] for name in ("instance", "key") if name in request}
+        threads = thread_names()
+        if len(threads) != 1:
+            problem = f"the zygote has {len(threads)} threads ({', '.join(threads)}): a fork could hang"
+            self.channel.send({"kind": "refused", **about, "message": problem})
+            return
+        began = time.monotonic()
+        try:
+            if request["op"] == "derive":
+                self._derive(request, descriptors, about)
+                return
+            plan = SandboxPlan.from_json(request["plan"])
+            pid = fork_isolated(plan.uid)
+            if pid == 0:
+                self._become_child(request, plan, descriptors)
+        except OSError as error:
+            self.channel.send({"kind": "refused", **about, "message": f"fork failed: {error.strerror}"})
+            return
+        self._introduce("forked", pid, about, time.monotonic() - began)
+
+    def _introduce(self, kind: str, pid: int, about: Mapping[str, Any], seconds: float) -> None:
+        pidfd = os.pidfd_open(pid)
+        try:
+            self.channel.send(
+                {"kind": kind, **about, "pid": pid, "startTicks": start_ticks(pid), "seconds": seconds}, [pidfd]
+            )
+        finally:
+            os.close(pidfd)
+
+    def _derive(self, request: Mapping[str, Any], descriptors: list[int], about: Mapping[str, Any]) -> None:
+        """Fork a zygote that sees further packages; refused when they hold another copy of what is imported here."""
+        conflict = sorted(name for path in request["environment"] for name in packages(path) if name in sys.modules)
+        if conflict:
+            self.channel.send({"kind": "conflict", **about, "modules": conflict})
+            return
+        pid = os.fork()
+        if pid != 0:
+            self._introduce("derived", pid, about, 0.0)
+            return
+        try:
+            signal.set_wakeup_fd(-1)
+            os.dup2(descriptors[1], 1)
+            os.dup2(descriptors[1], 2)
+            close_descriptors_except({descriptors[0]})
+            sys.path[:0] = request["environment"]
+            importlib.invalidate_caches()
+            derived = Zygote(Channel(socket.socket(fileno=descriptors[0])))
+            derived.prepare(request["preload"])
+            derived.serve()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def _become_child(self, request: Mapping[str, Any], plan: SandboxPlan, descriptors: list[int]) -> NoReturn:
+        """The model's process, from its first instruction on."""
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            control, log, *extra = descriptors
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            close_descriptors_except({control, *extra})
+            # pid 1 of a pid namespace ignores signals without a handler, and inherits its orphans
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+            signal.signal(signal.SIGCHLD, _OrphanReaper())
+            status = _run_child(
+                Channel(socket.socket(fileno=control)), request, plan, dict(zip(request["names"], extra, strict=True))
+            )
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        except ChannelClosed:
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+class _OrphanReaper:
+    """SIGCHLD of a pid 1: waits for children that nobody has waited for in 30 s, never for those of subprocess."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def __call__(self, *_: object) -> None:
+        now = time.monotonic()
+        zombies = {pid for pid in _children() if _is_zombie(pid)}
+        self._since = {pid: self._since.get(pid, now) for pid in zombies}
+        for pid, since in self._since.items():
+            if now - since > _ORPHAN_SECONDS:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return False
+
+
+def _reseed() -> None:
+    """A fork copies the state of every random number generator: two models would draw the same numbers."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
+
+
+def _run_child(channel: Channel, request: Mapping[str, Any], plan: SandboxPlan, descriptors: Mapping[str, int]) -> int:
+    began = time.monotonic()
+    try:
+        reached = enter(plan)
+    except BaseException as error:
+        channel.send(
+            {
+                "kind": "failed",
+                "reason": str(error.reason if isinstance(error, OmniError) else Reason.INTERNAL),
+                "message": str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}",
+                "detail": "" if isinstance(error, OmniError) else traceback.format_exc(),
+            }
+        )
+        return 1
+    _reseed()
+    channel.send({"kind": "entered", "reached": reached.to_json(), "seconds": time.monotonic() - began})
+    go, _ = channel.receive()
+    os.environ.update(go["env"])
+    os.chdir(go.get("workingDir") or ("/tmp" if os.getpid() == 1 else "/"))  # noqa: S108 - its own
+    sys.path[:0] = request["environment"]
+    module, _, function = request["target"].partition(":")
+    run = getattr(importlib.import_module(module), function)
+    status = run(channel, request["instance"], dict(descriptors))
+    return status if isinstance(status, int) else 0
+
+
+def packages(path: str) -> set[str]:
+    """Names that can be imported from a folder of packages."""
+    names = set()
+    for entry in os.scandir(path):
+        stem = entry.name.partition(".")[0]
+        if stem.isidentifier() and (entry.is_dir() or entry.name.endswith((".py", ".so"))):
+            names.add(stem)
+    return names
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a zygote on the channel whose descriptor is the first argument."""
+    channel = Channel(socket.socket(fileno=int(arguments[0])))
+    modules = [name for name in arguments[2].split(",") if name] if len(arguments) > 2 else list(PRELOAD)
+    zygote = Zygote(channel)
+    try:
+        zygote.prepare(modules)
+        zygote.serve()
+    except ChannelClosed:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
