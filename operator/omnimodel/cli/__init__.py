@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough (`omni get models | head`); Python must not complain at exit.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return ExitCode.DONE
     except click.ClickException as error:
         error.show()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
@@ -52,10 +53,9 @@ def evict(model: str, timeout_seconds: float, form: str | None, client: Client) 
 @address_options
 def logs(model: str, follow: bool, tail: int, client: Client) -> None:
     """What the process of MODEL printed."""
-    stdout = click.get_binary_stream("stdout")
     for line in client.logs(*split_name(model), tail=tail, follow=follow):
-        stdout.write(line)
-        stdout.flush()
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
 
 
 @click.command()

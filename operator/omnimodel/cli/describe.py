@@ -83,7 +83,8 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             f"  {entry.get('pod', '-')}: {entry.get('tier')}, "
             f"{output.size(entry.get('deviceBytes'))} on the device, {output.size(entry.get('hostBytes'))} of host, "
             f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}), "
-            f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, {entry.get('served', 0)} served"
+            f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, "
+            f"{entry.get('requests', 0)} served"
         )
         if entry.get("message"):
             yield f"    {entry['message']}"

@@ -94,7 +94,7 @@ def _model_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         output.size(here.get("deviceBytes")),
         output.size(footprint.get("weightsBytes")),
         str(here.get("waiting", 0)),
-        str(here.get("served", 0)),
+        str(here.get("requests", 0)),
         output.seconds(here.get("lastWakeSeconds")),
         str(ready.get("reason") or "-") if failed else "-",
         str(spec.get("pool") or "default"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ def screen(
     """The whole picture.
 
     Args:
-        models, pools: objects with status.
+        models: objects with status.
+        pools: objects with status.
         errors: of manifests.
         rows: how many models fit; the rest is counted in one line. None for all.
     """
@@ -82,7 +84,7 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
     here, ready = output.residency(item), output.condition(item, "Ready")
     footprint = item.get("status", {}).get("footprint") or {}
     tier = str(here.get("tier") or "-")
-    served, waiting = int(here.get("served", 0)), int(here.get("waiting", 0)) + int(here.get("inFlight", 0))
+    served, waiting = int(here.get("requests", 0)), int(here.get("waiting", 0)) + int(here.get("inFlight", 0))
     requests = f"{served} +{waiting}" if waiting else str(served)
     note: RenderableType = ""
     if ready.get("status") == "True":
@@ -115,8 +117,8 @@ def curl_line(address: str, models: Sequence[Mapping[str, Any]]) -> str:
     """One line to paste: a chat when a model can chat, else the list of models."""
     for item in models:
         if item.get("spec", {}).get("runtime", {}).get("task") == "text-generation":
-            name = item["metadata"]["name"]
-            body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+            messages = [{"role": "user", "content": "What is the capital of France?"}]
+            body = json.dumps({"model": item["metadata"]["name"], "messages": messages})
             return f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     return f"curl -s {address}/v1/models"
 

@@ -60,7 +60,7 @@ def age(timestamp: str | None, now_seconds: float | None = None) -> str:
     """How long ago an RFC 3339 time was; `-` for none."""
     if not timestamp:
         return "-"
-    then = datetime.fromisoformat(timestamp.replace("Z", "+00:00"))
+    then = datetime.fromisoformat(timestamp)
     now = datetime.fromtimestamp(time.time() if now_seconds is None else now_seconds, UTC)
     return seconds(max(0.0, (now - then).total_seconds())) if then <= now else "0 s"
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from omnimodel.errors import OmniError, Reason
 
@@ -40,7 +41,7 @@ class StateLock:
         self.root = root
         self._descriptor = -1
 
-    def __enter__(self) -> StateLock:
+    def __enter__(self) -> Self:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o711)
             descriptor = os.open(self.root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

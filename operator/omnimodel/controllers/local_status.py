@@ -22,6 +22,8 @@ _WORK = {
     "starting": ("Starting", "its process is being started"),
     "pending": ("Pending", "the agent has not begun with it yet"),
 }
+# What does not change by waiting. SizeUnknown does, and so does everything without a reason of its own.
+_FINAL = frozenset(Reason) - {Reason.SIZE_UNKNOWN, Reason.DRAINING, Reason.QUEUE_FULL, Reason.DEADLINE_EXCEEDED}
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Refusal:
     message: str
 
 
-def timestamp(unix_seconds: float) -> str | None:
-    """RFC 3339 in UTC with whole seconds, as Kubernetes writes it; None for never (0)."""
+def timestamp(unix_seconds: float) -> str:
+    """RFC 3339 in UTC with whole seconds, as Kubernetes writes it; empty for never (0)."""
     if not unix_seconds:
-        return None
+        return ""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -71,33 +73,30 @@ def _verdict(
     generation: int, report: ModelReport | None, refusal: Refusal | None, *, suspended: bool
 ) -> list[tuple[str, str, str, str]]:
     """Ready, Reconciling and Stalled of a model."""
-
-    def verdict(ready: str, reconciling: str, stalled: str, reason: str, message: str) -> list[tuple[str, str, str, str]]:
-        return [
-            ("Ready", ready, reason, message),
-            ("Reconciling", reconciling, reason if reconciling == "True" else "Idle", message * (reconciling == "True")),
-            ("Stalled", stalled, reason if stalled == "True" else "Idle", message * (stalled == "True")),
-        ]
-
-    if refusal is not None:
-        return verdict("False", "False", "True", refusal.reason, refusal.message)
     if suspended:
-        return verdict("False", "False", "False", Reason.SUSPENDED, "its manifest says suspend: true")
+        return _conditions("False", "", Reason.SUSPENDED, "its manifest says suspend: true")
+    if refusal is not None:
+        return _conditions("False", "Stalled", refusal.reason, refusal.message)
     if report is None:
-        return verdict("Unknown", "True", "False", *_WORK["pending"])
-    if report.phase == "failed":
-        return verdict("False", "False", "True", report.reason or Reason.INTERNAL, report.message)
-    work = _WORK.get(report.phase)
+        return _conditions("Unknown", "Reconciling", *_WORK["pending"])
+    reason, message = _WORK.get(report.phase, _WORK["pending"])
+    reason, message = report.reason or reason, report.message or message
+    failed = report.phase == "failed" or (report.phase not in _WORK and reason in _FINAL)
     if report.generation != generation:
-        reason, message = work or _WORK["pending"]
-        return verdict(
-            "Unknown", "True", "False", reason, f"{message}; generation {report.generation} serves until then"
-        )
+        serving = f"; generation {report.generation} serves until then" if report.ready else ""
+        return _conditions("Unknown", "Stalled" if failed else "Reconciling", reason, f"{message}{serving}")
     if report.ready:
-        return verdict("True", "False", "False", "Serving", report.message or "it is resident, or can be woken")
-    if work is not None:
-        return verdict("False", "True", "False", report.reason or work[0], report.message or work[1])
-    return verdict("False", "False", "True", report.reason or Reason.INTERNAL, report.message)
+        return _conditions("True", "", "Serving", "it is resident, or can be woken")
+    return _conditions("False", "Stalled" if failed else "Reconciling", reason, message)
+
+
+def _conditions(ready: str, abnormal: str, reason: str, message: str) -> list[tuple[str, str, str, str]]:
+    """The three conditions, with at most one of `Reconciling` and `Stalled` true."""
+    rest = [
+        (kind, "True", reason, message) if kind == abnormal else (kind, "False", "Idle", "")
+        for kind in ("Reconciling", "Stalled")
+    ]
+    return [("Ready", ready, reason, message), *rest]
 
 
 def model_status(
@@ -109,7 +108,8 @@ def model_status(
     suspended: bool,
     before: Mapping[str, Any],
     now_seconds: float,
-    notes: Sequence[str] = (),
+    notes: Sequence[tuple[str, str]] = (),
+    served_names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The status of an OmniModel.
 
@@ -121,18 +121,20 @@ def model_status(
         suspended: whether the manifest suspends it.
         before: the status there was, for the times of its conditions.
         now_seconds: Unix time.
-        notes: sentences of placement that do not refuse it, such as an alias that another model holds.
+        notes: (reason, sentence) of what placement has to say beside that, such as an alias that another model holds.
+        served_names: the names it was granted.
     """
+    wanted = _verdict(generation, report, refusal, suspended=suspended)
+    taken = [message for reason, message in notes if reason == Reason.NAME_TAKEN]
+    if taken:
+        wanted.append(("NameConflict", "True", Reason.NAME_TAKEN, "; ".join(taken)))
     status: dict[str, Any] = {
         "observedGeneration": generation,
-        "conditions": condition_list(
-            _verdict(generation, report, refusal, suspended=suspended), before.get("conditions", ()), generation,
-            now_seconds,
-        ),
+        "conditions": condition_list(wanted, before.get("conditions", ()), generation, now_seconds),
         "residency": [],
-    }  # fmt: skip
-    if notes:
-        status["notes"] = list(notes)
+    }
+    if served_names:
+        status["servedNames"] = list(served_names)
     if report is None:
         return status
     if report.weights_bytes or report.working_bytes:
@@ -142,29 +144,27 @@ def model_status(
 
 
 def _residency(pod: str, report: ModelReport) -> dict[str, Any]:
-    entry: dict[str, Any] = {
+    return {
         "pod": pod,
         "tier": report.tier,
         "phase": report.phase,
+        "progress": round(report.progress, 3),
         "generation": report.generation,
         "deviceBytes": report.device_bytes,
         "hostBytes": report.host_bytes,
+        "pid": report.process.pid if report.process else 0,
         "since": timestamp(report.since_seconds),
         "lastRequest": timestamp(report.last_request_seconds),
         "waiting": report.waiting,
         "inFlight": report.in_flight,
-        "served": report.served,
+        "requests": report.served,
         "failed": report.failed,
         "wakes": report.wakes,
         "evictions": report.evictions,
         "lastWakeSeconds": report.last_wake_seconds,
-        "pid": report.process.pid if report.process else None,
         "reason": report.reason,
         "message": report.message,
     }
-    if report.progress >= 0:
-        entry["progress"] = report.progress
-    return {key: value for key, value in entry.items() if value is not None}
 
 
 def pool_status(
@@ -187,29 +187,22 @@ def pool_status(
         now_seconds: Unix time.
     """
     if refusal is not None or report is None:
-        reason, message = (
-            (refusal.reason, refusal.message) if refusal else ("Starting", "its agent has not reported yet")
-        )
-        starting = "True" if refusal is None else "False"
-        stalled = "False" if refusal is None else "True"
-        wanted = [
-            ("Ready", "False", reason, message),
-            ("Reconciling", starting, reason, ""),
-            ("Stalled", stalled, reason, ""),
-        ]
+        if refusal is not None:
+            wanted = _conditions("False", "Stalled", refusal.reason, refusal.message)
+        else:
+            wanted = _conditions("False", "Reconciling", "Starting", "its agent has not reported yet")
         conditions = condition_list(wanted, before.get("conditions", ()), generation, now_seconds)
         return {"observedGeneration": generation, "conditions": conditions, "models": models}
-    ready = "True" if report.ready else "False"
-    reason = report.reason or ("Serving" if report.ready else Reason.INTERNAL)
-    wanted = [
-        ("Ready", ready, reason, report.message),
-        ("Reconciling", "False", "Idle", ""),
-        ("Stalled", "False" if report.ready else "True", "Idle" if report.ready else reason, report.message),
-    ]
+    if report.ready:
+        wanted = _conditions("True", "", "Serving", report.message)
+    else:
+        wanted = _conditions("False", "Stalled", report.reason or Reason.INTERNAL, report.message)
     return {
         "observedGeneration": generation,
         "conditions": condition_list(wanted, before.get("conditions", ()), generation, now_seconds),
-        "node": report.node,
+        "replicas": 1,
+        "readyReplicas": int(report.ready),
+        "devices": 1,
         "device": report.device,
         "models": models,
         "budgetBytes": report.budget_bytes,

@@ -1,0 +1,542 @@
+"""What `omni bench gpu` measures, one function a row; each adds figures to a `Report`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omnimodel.errors import OmniError
+from omnimodel.memory.codec_file import PACKED_FILE, pack
+from omnimodel.memory.devices import Frame
+from omnimodel.memory.devices.cuda import CudaCopy, CudaDevice, CudaWindow
+from omnimodel.memory.devices.cuda_arena import Extent
+from omnimodel.memory.devices.cuda_checkpoint import park, unpark
+from omnimodel.memory.devices.cuda_copy import Staged
+from omnimodel.memory.devices.cuda_driver import call, driver
+from omnimodel.memory.devices.cuda_fence import Fence
+from omnimodel.memory.devices.cuda_meter import Meter
+
+log = logging.getLogger(__name__)
+
+GIGA = 1e9
+MEBI = 1 << 20
+GIBI = 1 << 30
+PROMPT_TOKENS = 512
+ROUNDS = 5
+
+
+@dataclass
+class Row:
+    """One line of the table.
+
+    Args:
+        name: what was measured.
+        measured: the figure, with its unit in `unit`.
+        goal: what it is held against; None: for information.
+        at_least: whether more is better.
+    """
+
+    name: str
+    measured: float
+    unit: str
+    goal: float | None = None
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met."""
+        if self.goal is None:
+            return None
+        return self.measured >= self.goal if self.at_least else self.measured <= self.goal
+
+
+@dataclass
+class Report:
+    """Everything that was measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, name: str, measured: float, unit: str, goal: float | None = None, *, at_least: bool = True) -> None:
+        """Add a line, and show it at once."""
+        row = Row(name, float(measured), unit, goal, at_least)
+        self.rows.append(row)
+        print(line_of(row), flush=True)
+
+    def check(self, name: str, holds: bool) -> None:
+        """Add a line that says 1 when something holds and 0 when not."""
+        self.add(name, float(holds), "holds", 1.0)
+
+
+def line_of(row: Row) -> str:
+    """A row as a line of the table."""
+    sign = "" if row.goal is None else f"{'>=' if row.at_least else '<='} {row.goal:g}"
+    verdict = {None: "", True: "met", False: "MISSED"}[row.met]
+    return f"{row.name:58} {row.measured:12.4f} {row.unit:6} {sign:>10} {verdict}"
+
+
+class Process:
+    """A model's process, forked from the zygote."""
+
+    def __init__(self, bench: Bench) -> None:
+        from omnimodel.memory.devices.cuda_trial import Link
+
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        bench.zygote.send({}, [theirs.fileno()])
+        theirs.close()
+        self.pid = int(bench.zygote.answer()["pid"])
+        self.link = Link(ours)
+        self.fence: Fence | None = None
+
+    def ask(self, op: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
+        """A command and its answer."""
+        return self.link.ask(op, descriptors, **arguments)
+
+    def build(self, device: CudaDevice, kind: str) -> dict[str, Any]:
+        """Bind a skeleton; gives the process its fence."""
+        self.fence = device.fence()
+        return self.ask("build", [self.fence.descriptor], kind=kind, frame_bytes=device.frame_bytes)
+
+    def kill(self) -> None:
+        """End it, and wait until it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.link.sock.close()
+        deadline = time.monotonic() + 30
+        while os.path.exists(f"/proc/{self.pid}") and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.fence:
+            self.fence.close()
+
+
+@dataclass
+class Model:
+    """A process with its image and the frames that it has."""
+
+    process: Process
+    staged: Staged
+    frames: list[Frame] = field(default_factory=list)
+
+    def start(self, device: CudaDevice, op: str = "wake", **arguments: Any) -> CudaCopy:
+        """Start the copy and tell the process; its answer is still to come."""
+        copy = device.copy(self.staged, self.frames, fence=self.process.fence)
+        descriptors = [frame.descriptor for frame in self.frames]
+        self.process.link.send({"op": op, "fence_base": copy.fence_base, **arguments}, descriptors)
+        return copy
+
+
+class Bench:
+    """The machine under measurement: one device, one zygote, the 8B image.
+
+    Args:
+        folder: where images are written; memory-backed, or a fast disk.
+        layers: of the large model; 32 is the 8B shape.
+        arena_bytes: pinned.
+    """
+
+    def __init__(self, folder: Path, layers: int, arena_bytes: int, swaps: int) -> None:
+        from omnimodel.memory.devices.cuda_trial import Link
+
+        self.report = Report()
+        self.folder = folder
+        self.kind = f"llama:{layers}"
+        self.swaps = swaps
+        folder.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.zygote_program = subprocess.Popen(
+            [sys.executable, "-m", "omnimodel.memory.devices.cuda_trial", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+        began = time.perf_counter()
+        self.device = CudaDevice("cuda:0", arena_bytes=arena_bytes)
+        self.meter = Meter(self.device.context.bus_id())
+        if not self.device.arena.wait(300):
+            raise OmniError("arena", "was not pinned in 300 s")
+        self.report.add("arena pinned", arena_bytes / (time.perf_counter() - began) / GIGA, "GB/s")
+        self.zygote = Link(ours)
+        self.zygote.answer()
+        self.line = 0.0
+        self.model: Model | None = None
+        self.packed: Staged | None = None
+        self.image_sum = 0
+
+    def large(self) -> Model:
+        """The 8B model's process, bound, with its image staged and frames made; evicted."""
+        if self.model is None:
+            self.model = self._make_large()
+        return self.model
+
+    def _make_large(self) -> Model:
+        path = str(self.folder / "image")
+        maker = Process(self)
+        began = time.perf_counter()
+        made = maker.ask("generate", path=path, kind=self.kind, seed=1)
+        maker.kill()
+        print(f"# image of {made['bytes']} bytes written in {time.perf_counter() - began:.1f} s", flush=True)
+        self.image_sum = made["sum"]
+        self.slots = made["slots"]
+        began = time.perf_counter()
+        staged = self.device.stage(path, made["bytes"])
+        seconds = time.perf_counter() - began
+        self.report.add("image read into the arena", made["bytes"] / seconds / GIGA, "GB/s")
+        process = Process(self)
+        process.ask("ready")
+        built = process.build(self.device, self.kind)
+        began = time.perf_counter()
+        frames = self.device.create(built["frames"])
+        self.report.add(
+            "frames created", len(frames) * self.device.frame_bytes / (time.perf_counter() - began) / GIGA, "GB/s"
+        )
+        return Model(process, staged, frames)
+
+    def close(self) -> None:
+        """End every process and remove every file."""
+        if self.model:
+            self.model.process.kill()
+        self.zygote.sock.close()
+        self.zygote_program.wait(30)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.device.close()
+
+    def poison(self, frames: Sequence[Frame]) -> None:
+        """Overwrite frames, so that what a wake finds can only have come with it."""
+        for frame in frames:
+            call("cuMemsetD8", frame.handle.address, 0xAA, self.device.frame_bytes)
+
+
+def line(bench: Bench) -> None:
+    """The machine's own rate: a plain copy of pinned memory to the device."""
+    size = 2 * GIBI
+    bench.device.context.enter()
+    host, target = call("cuMemAllocHost", size), call("cuMemAlloc", size)
+    rates = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for _part in range(4):
+            call("cuMemcpyHtoDAsync", target, host, size, 0)
+        call("cuCtxSynchronize")
+        rates.append(4 * size / (time.perf_counter() - began) / GIGA)
+    call("cuMemFreeHost", host)
+    call("cuMemFree", target)
+    bench.line = statistics.median(rates)
+    bench.report.add("the line: pinned host to device", bench.line, "GB/s")
+
+
+def frame_sizes(bench: Bench) -> None:
+    """What a frame's size costs: 15 GiB mapped and unmapped, and copied."""
+    total = 15 * GIBI
+    source = bench.device.arena.take(2 * GIBI)
+    for size in (16 * MEBI, 32 * MEBI, 64 * MEBI, 128 * MEBI, 256 * MEBI):
+        device = CudaDevice("cuda:0", size, arena_bytes=0)
+        frames = device.create(total // size)
+        window = CudaWindow("cuda:0", len(frames), size)
+        maps, unmaps = [], []
+        for _ in range(3):
+            descriptors = [os.dup(frame.descriptor) for frame in frames]
+            began = time.perf_counter()
+            window.map(descriptors)
+            mapped = time.perf_counter()
+            window.unmap()
+            maps.append(mapped - began)
+            unmaps.append(time.perf_counter() - mapped)
+        extents = (source * 8)[: total // source[0].size_bytes + 1] if len(source) == 1 else source * 8
+        staged = Staged("frames", total, total, tuple(Extent(e.address, e.size_bytes) for e in extents))
+        seconds = [device.copy(staged, frames).wait(60) for _ in range(3)]
+        name = f"frames of {size // MEBI} MiB, 15 GiB:"
+        bench.report.add(f"{name} map", 1e3 * min(maps), "ms")
+        bench.report.add(f"{name} unmap", 1e3 * min(unmaps), "ms")
+        bench.report.add(f"{name} copy", total / statistics.median(seconds) / GIGA, "GB/s")
+        window.close()
+        device.close()
+    bench.device.arena.give(source)
+
+
+def wake(bench: Bench) -> None:
+    """Wake and evict, raw: from the decision until the copy is over and the process has mapped."""
+    model = bench.large()
+    size = model.staged.image_bytes
+    wakes, evicts, maps, copies = [], [], [], []
+    equal = True
+    for _ in range(ROUNDS):
+        bench.poison(model.frames)
+        began = time.perf_counter()
+        copy = model.start(bench.device)
+        reply = model.process.link.answer()
+        copies.append(copy.wait(60))
+        wakes.append(time.perf_counter() - began)
+        maps.append(reply["map_seconds"])
+        equal &= model.process.ask("sum")["sum"] == bench.image_sum
+        began = time.perf_counter()
+        model.process.ask("evict")
+        evicts.append(time.perf_counter() - began)
+    seconds = statistics.median(wakes)
+    report = bench.report
+    report.add("wake raw", seconds, "s")
+    report.add("wake raw, rate", size / seconds / GIGA, "GB/s")
+    report.add("wake raw, of the line", size / seconds / GIGA / bench.line, "ratio", 0.97)
+    report.add("wake raw, copy alone of the line", size / statistics.median(copies) / GIGA / bench.line, "ratio")
+    report.add("map in the process (during the copy)", 1e3 * statistics.median(maps), "ms")
+    report.add("evict, first", 1e3 * evicts[0], "ms", 10, at_least=False)
+    report.add("evict, later (the slowest)", 1e3 * max(evicts[1:]), "ms", 10, at_least=False)
+    report.check("every byte equal after each wake", equal)
+    half = [index % 2 == 0 for index in range(len(model.frames))]
+    began = time.perf_counter()
+    bench.device.copy(model.staged, model.frames, valid=half).wait(60)
+    report.add("wake with half of the frames still there, of a whole", (time.perf_counter() - began) / seconds, "ratio")
+
+
+def compressed(bench: Bench) -> None:
+    """Wake from the packed form."""
+    model = bench.large()
+    packed = _packed(bench)
+    size = model.staged.image_bytes
+    raw, model.staged = model.staged, packed
+    wakes, equal = [], True
+    for _ in range(ROUNDS):
+        bench.poison(model.frames)
+        began = time.perf_counter()
+        copy = model.start(bench.device)
+        model.process.link.answer()
+        copy.wait(60)
+        wakes.append(time.perf_counter() - began)
+        equal &= model.process.ask("sum")["sum"] == bench.image_sum
+        model.process.ask("evict")
+    model.staged = raw
+    seconds = statistics.median(wakes)
+    report = bench.report
+    report.add("packed over unpacked bytes", packed.stored_bytes / size, "ratio")
+    report.add("bits a weight", 16 * packed.stored_bytes / size, "bits")
+    report.add("wake compressed", seconds, "s")
+    report.add("wake compressed, effective", size / seconds / GIGA, "GB/s")
+    report.add("wake compressed, of the line", size / seconds / GIGA / bench.line, "ratio", 1.30)
+    report.check("every byte equal after each compressed wake", equal)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: str
+    offset: int
+    bytes: int
+
+
+def _packed(bench: Bench) -> Staged:
+    model = bench.large()
+    if bench.packed is None:
+        image = bench.folder / "image"
+        tensors = [_Entry("bfloat16", offset, size) for _, _, offset, size in bench.slots]
+        began = time.perf_counter()
+        path = str(bench.folder / PACKED_FILE)
+        pack(str(image), tensors, bench.device.frame_bytes, path, threads=len(os.sched_getaffinity(0)))
+        bench.report.add("packing", model.staged.image_bytes / (time.perf_counter() - began) / GIGA, "GB/s")
+        image.unlink()
+        bench.packed = bench.device.stage(path, model.staged.image_bytes)
+        os.unlink(path)
+    return bench.packed
+
+
+def first_token(bench: Bench) -> None:
+    """Prompt to first token through a wake, the layers computing behind the copy."""
+    model = bench.large()
+    bench.device.copy(model.staged, model.frames).wait(60)
+    descriptors = [frame.descriptor for frame in model.frames]
+    model.process.ask("wake", descriptors)
+    resident = [model.process.ask("prefill", prefill=PROMPT_TOKENS) for _ in range(4)]
+    model.process.ask("evict")
+    prefill = min(answer["seconds"] for answer in resident[1:])
+    digest = resident[-1]["digest"]
+    bench.report.add("prefill of 512 tokens, resident", prefill, "s")
+    forms = [("raw", model.staged)] + ([("compressed", bench.packed)] if bench.packed else [])
+    raw = model.staged
+    for name, staged in forms:
+        model.staged = staged
+        totals, copies, equal = [], [], True
+        for _ in range(ROUNDS):
+            bench.poison(model.frames)
+            began = time.perf_counter()
+            copy = model.start(bench.device, prefill=PROMPT_TOKENS)
+            answer = model.process.link.answer()
+            totals.append(time.perf_counter() - began)
+            copies.append(copy.wait(60))
+            equal &= answer["digest"] == digest
+            model.process.ask("evict")
+        seconds, floor = statistics.median(totals), max(statistics.median(copies), prefill)
+        bench.report.add(f"first token after wake, {name}", seconds, "s")
+        bench.report.add(f"first token, {name}, of max(copy, prefill)", seconds / floor, "ratio", 1.1, at_least=False)
+        bench.report.check(f"logits equal, {name}", equal)
+    model.staged = raw
+
+
+def parking(bench: Bench) -> None:
+    """Park and unpark the process of the large model, evicted."""
+    model = bench.large()
+    pid = model.process.pid
+    before = bench.meter.process_bytes().get(pid, 0)
+    parks, unparks, left = [], [], 0
+    for _ in range(3):
+        parks.append(park(pid, frames_mapped=False))
+        left = max(left, bench.meter.process_bytes().get(pid, 0))
+        unparks.append(unpark(pid))
+    bench.report.add("device bytes of an evicted process", before / MEBI, "MiB")
+    bench.report.add("park", max(parks), "s", 0.5, at_least=False)
+    bench.report.add("unpark", max(unparks), "s", 0.35, at_least=False)
+    bench.report.add("device bytes left when parked", left / MEBI, "MiB", 0, at_least=False)
+    copy = model.start(bench.device)
+    model.process.link.answer()
+    copy.wait(60)
+    bench.report.check("wakes with equal bytes after unpark", model.process.ask("sum")["sum"] == bench.image_sum)
+    model.process.ask("evict")
+
+
+def spawn(bench: Bench) -> None:
+    """Fork from the zygote until the process has used the GPU."""
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        process = Process(bench)
+        process.ask("ready")
+        seconds.append(time.perf_counter() - began)
+        process.kill()
+    bench.report.add("spawn to CUDA ready", statistics.median(seconds), "s", 0.25, at_least=False)
+
+
+def faults(bench: Bench) -> None:
+    """A process killed while its stream waits for a copy, and one that writes into its frames."""
+    device = bench.device
+    path = str(bench.folder / "small")
+    process = Process(bench)
+    process.ask("ready")
+    made = process.ask("generate", path=path, kind="stack:7", seed=5)
+    model = Model(process, device.stage(path, made["bytes"]))
+    model.frames = device.create(process.build(device, "stack:7")["frames"])
+    process.ask("stuck")
+    used = bench.meter.used_bytes()
+    began = time.perf_counter()
+    device.copy(model.staged, model.frames).wait(30)
+    bench.report.add("copy of 64 MiB beside a stuck process", 1e3 * (time.perf_counter() - began), "ms")
+    began = time.perf_counter()
+    process.kill()
+    bench.report.add("killed while its stream waits: gone after", time.perf_counter() - began, "s")
+    bench.report.add("its device bytes back", (used - bench.meter.used_bytes()) / MEBI, "MiB")
+    process = Process(bench)
+    process.build(device, "stack:7")
+    model.process = process
+    copy = model.start(device)
+    process.link.answer()
+    copy.wait(30)
+    bench.report.check("equal bytes in the next process", process.ask("sum")["sum"] == made["sum"])
+    try:
+        process.ask("write")
+        refused = False
+    except RuntimeError:
+        refused = True
+    bench.report.check("writing into a frame is refused", refused)
+    process.kill()
+    began = time.perf_counter()
+    device.copy(model.staged, model.frames).wait(30)
+    device.destroy(model.frames)
+    device.unstage(model.staged)
+
+
+def many(bench: Bench) -> None:
+    """24 small models on a budget that holds a quarter of them, one swap after another, graphs replayed."""
+    device, count, budget = bench.device, 24, 9
+    maker = Process(bench)
+    models: dict[str, Model] = {}
+    digests: dict[str, str] = {}
+    for number in range(count):
+        kind, path = ("stack:7", "stack:15")[number % 2], str(bench.folder / f"small{number}")
+        made = maker.ask("generate", path=path, kind=kind, seed=100 + number)
+        process = Process(bench)
+        process.build(device, kind)
+        models[path] = Model(process, device.stage(path, made["bytes"]))
+        os.unlink(path)
+    maker.kill()
+    free = device.create(budget)
+    resident: list[str] = []
+    needs = {path: -(-model.staged.image_bytes // device.frame_bytes) for path, model in models.items()}
+    bench.report.add("models on one budget", count, "models", 20)
+    bench.report.add("over-commit", 100 * sum(needs.values()) / budget, "%", 400)
+    wrong, latencies, flat = 0, [], {}
+    rng = random.Random(11)
+    began = time.perf_counter()
+    for swap in range(bench.swaps + count):
+        path = list(models)[swap] if swap < count else rng.choice([p for p in models if p not in resident])
+        model = models[path]
+        started = time.perf_counter()
+        while len(free) < needs[path]:
+            victim = models[resident.pop(0)]
+            victim.process.ask("evict")
+            free += victim.frames
+            victim.frames = []
+        model.frames = [free.pop(0) for _ in range(needs[path])]
+        if swap < count:
+            copy = model.start(device)
+            model.process.link.answer()
+            copy.wait(30)
+            digests[path] = model.process.ask("capture")["digest"]
+        else:
+            copy = model.start(device, "cycle")
+            wrong += model.process.link.answer()["digest"] != digests[path]
+            copy.wait(30)
+            latencies.append(time.perf_counter() - started)
+        resident.append(path)
+        if swap == count + bench.swaps // 10:
+            flat = _memory(bench, models)
+    seconds = time.perf_counter() - began
+    after = _memory(bench, models)
+    report = bench.report
+    report.add("swaps", bench.swaps, "swaps", 10000)
+    report.add("swaps a second", (bench.swaps + count) / seconds, "1/s")
+    report.add("swap: evict, wake, graph replay; median", 1e3 * statistics.median(latencies), "ms")
+    report.add("outputs that differ from the first", wrong, "swaps", 0, at_least=False)
+    for name, value in after.items():
+        report.add(f"growth over the last nine tenths: {name}", (value - flat[name]) / MEBI, "MiB", 64, at_least=False)
+    for path in resident:
+        models[path].process.ask("evict")
+    for model in models.values():
+        model.process.kill()
+        device.unstage(model.staged)
+    device.destroy(free + [frame for model in models.values() for frame in model.frames])
+
+
+def _memory(bench: Bench, models: dict[str, Model]) -> dict[str, int]:
+    with open("/proc/self/status") as lines:
+        own = next(int(text.split()[1]) << 10 for text in lines if text.startswith("VmRSS"))
+    return {
+        "device": bench.meter.used_bytes(),
+        "agent": own,
+        "processes": sum(model.process.ask("memory")["rss"] for model in models.values()),
+    }
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {
+    "line": line,
+    "spawn": spawn,
+    "frames": frame_sizes,
+    "wake": wake,
+    "compressed": compressed,
+    "first_token": first_token,
+    "park": parking,
+    "faults": faults,
+    "many": many,
+}
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver speaks."""
+    version = int(call("cuDriverGetVersion"))
+    return f"{version // 1000}.{version % 1000 // 10} ({driver().__name__})"

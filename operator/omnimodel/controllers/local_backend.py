@@ -1,0 +1,91 @@
+"""The agent as the gateway sees it, plus the models that have no process: a request for one is told why.
+
+Without this a suspended model, or one larger than the whole budget, would be unknown (404), and a client could not
+tell a misspelt name from a model that waits for a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from omnimodel.api import OmniModel
+from omnimodel.controllers.local_status import Refusal
+from omnimodel.errors import DispatchError, Reason
+from omnimodel.protocol.dispatch import Backend, Estimate, InferenceRequest, InferenceResponse, ModelCard
+
+
+@dataclass(frozen=True)
+class RefusedModel:
+    """A model without a process: why, and the names it was granted."""
+
+    model: OmniModel
+    refusal: Refusal
+    names: tuple[str, ...]
+
+
+class LocalBackend:
+    """See the module (`protocol.dispatch.Backend`).
+
+    Args:
+        agent: answers for the models that have a process.
+        refused: the others, as they are now.
+    """
+
+    def __init__(self, agent: Backend, refused: Callable[[], Sequence[RefusedModel]]) -> None:
+        self._agent = agent
+        self._refused = refused
+
+    def models(self) -> Sequence[ModelCard]:
+        """Every model of the catalogue, in the order of their names."""
+        cards = {card.name: card for card in self._agent.models()}
+        for refused in self._refused():
+            if refused.names:
+                cards.setdefault(refused.model.metadata.name, _card(refused))
+        return [cards[name] for name in sorted(cards)]
+
+    @asynccontextmanager
+    async def open(self, request: InferenceRequest) -> AsyncIterator[InferenceResponse]:
+        """Pass a request on, or refuse it with the reason its model has no process."""
+        found = self._find(request.model)
+        if found is not None:
+            refusal = found.refusal
+            raise DispatchError(
+                found.model.subject, refusal.message, _cure(refusal), reason=_reason(refusal), status=503
+            )
+        async with self._agent.open(request) as response:
+            yield response
+
+    def estimate(self, model: str) -> Estimate:
+        """What a request that came now could expect."""
+        if self._find(model) is not None:
+            return Estimate(position=1, seconds=0.0)
+        return self._agent.estimate(model)
+
+    def _find(self, name: str) -> RefusedModel | None:
+        if any(card.name == name for card in self._agent.models()):
+            return None  # an older generation of it may still serve
+        return next((refused for refused in self._refused() if refused.model.metadata.name == name), None)
+
+
+def _card(refused: RefusedModel) -> ModelCard:
+    model = refused.model
+    return ModelCard(
+        name=model.metadata.name,
+        namespace=model.metadata.namespace,
+        served_names=refused.names,
+        task=str(model.spec.runtime.task or "infer"),
+        tier="cold",
+        ready=False,
+        reason=refused.refusal.reason,
+        message=refused.refusal.message,
+    )
+
+
+def _reason(refusal: Refusal) -> Reason:
+    return Reason(refusal.reason) if refusal.reason in set(Reason) else Reason.INTERNAL
+
+
+def _cure(refusal: Refusal) -> str:
+    return "remove `suspend: true` from its manifest" if refusal.reason == Reason.SUSPENDED else ""

@@ -1,0 +1,183 @@
+"""One round of the local controller as a decision: what the folder says and the agent reports -> desired processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from omnimodel.api import OmniModel, OmniPool, OmniProcess, priority_number
+from omnimodel.catalog import Catalog
+from omnimodel.controllers.local_state import Identities, Identity
+from omnimodel.controllers.local_status import Refusal, timestamp
+from omnimodel.errors import OmniError, Reason
+from omnimodel.placement.assignment import ModelDemand, Plan, PoolSupply, plan
+from omnimodel.protocol.report import AgentReport
+from omnimodel.quantity import AUTO, parse_bytes
+from omnimodel.render import render_process
+
+Object = TypeVar("Object", OmniModel, OmniPool)
+
+DEFAULT_POOL = "default"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a round decides from.
+
+    Args:
+        catalog: the last good version of every manifest.
+        report: of the agent.
+        footprints: measured footprints in bytes by `namespace/name@generation`.
+        pool: the pool this machine was told to serve; empty for the only one, or `default`.
+        memory: device budget that replaces the pool's own.
+        now_seconds: Unix time.
+    """
+
+    catalog: Catalog
+    report: AgentReport | None
+    footprints: Mapping[str, int]
+    pool: str
+    memory: int | str | None
+    now_seconds: float
+
+
+@dataclass(frozen=True)
+class Desired:
+    """What there should be.
+
+    Args:
+        models, pools: all objects, with uid, generation and creation time.
+        pool: the one this machine serves.
+        processes: to be kept available.
+        refused: model key -> why it has no process here.
+        notes: model key -> (reason, sentence) of what to know beside that.
+        plan: the placement, for `omni plan`.
+    """
+
+    models: tuple[OmniModel, ...]
+    pools: tuple[OmniPool, ...]
+    pool: OmniPool
+    processes: tuple[OmniProcess, ...]
+    refused: Mapping[str, Refusal]
+    notes: Mapping[str, Sequence[tuple[str, str]]]
+    plan: Plan = field(compare=False)
+
+    @property
+    def fingerprint(self) -> object:
+        """Differs when there is something to apply."""
+        processes = tuple((p.key, p.metadata.uid, p.metadata.generation, p.spec.hash) for p in self.processes)
+        return processes, self.pool.to_dict()["spec"], self.pool.metadata.name
+
+
+def default_pool() -> OmniPool:
+    """The pool of this machine when no manifest describes one: `auto` in everything (docs/memory.md says how much)."""
+    return OmniPool.model_validate(
+        {"metadata": {"name": DEFAULT_POOL}, "spec": {"device": {"type": "auto", "memory": "auto"}}}
+    )
+
+
+def decide(snapshot: Snapshot, identities: Identities) -> Desired:
+    """Turn a snapshot into what there should be. Remembers the identity of every object."""
+    found_models, found_pools = snapshot.catalog.models, snapshot.catalog.pools or (default_pool(),)
+    known = {
+        item.subject: identities.identify(item.subject, item.to_dict().get("spec"), snapshot.now_seconds)
+        for item in (*found_models, *found_pools)
+    }
+    models = tuple(_identified(model, known[model.subject]) for model in found_models)
+    pools = tuple(_identified(pool, known[pool.subject]) for pool in found_pools)
+    identities.keep_only(known)
+    pool = _with_memory(_chosen(pools, snapshot.pool), snapshot.memory)
+    pools = tuple(pool if other.metadata.name == pool.metadata.name else other for other in pools)
+
+    placed = plan(
+        [_demand(model, snapshot.footprints, known[model.subject].created_seconds) for model in models],
+        [_supply(pool, snapshot.report)],
+    )
+    refused = {finding.model: Refusal(finding.reason, finding.message) for finding in placed.refused}
+    notes: dict[str, list[tuple[str, str]]] = {}
+    for finding in placed.warnings:
+        notes.setdefault(finding.model, []).append((str(finding.reason), finding.message))
+    for model in models:
+        if model.spec.pool != pool.metadata.name and model.spec.pool in {other.metadata.name for other in pools}:
+            refused[model.key] = Refusal(Reason.POOL_NOT_FOUND, other_pool(model.spec.pool, pool))
+
+    processes = []
+    for model in models:
+        if model.key in refused:
+            continue
+        names = placed.served_names.get(model.key, ())
+        if not names:
+            taken = "; ".join(message for reason, message in notes.get(model.key, ()) if reason == Reason.NAME_TAKEN)
+            refused[model.key] = Refusal(Reason.NAME_TAKEN, f"it has no name left to be served by: {taken}")
+            continue
+        try:
+            processes.append(render_process(model, pool, served_names=names))
+        except OmniError as error:
+            message = f"{error.problem}; {error.cure}" if error.cure else error.problem
+            refused[model.key] = Refusal(error.reason, message)
+    return Desired(models, pools, pool, tuple(processes), refused, notes, placed)
+
+
+def _identified(item: Object, identity: Identity) -> Object:
+    """The object with the metadata that an API server would have given it."""
+    return item.with_metadata(
+        uid=identity.uid,
+        generation=identity.generation,
+        creation_timestamp=timestamp(identity.created_seconds),
+    )
+
+
+def _chosen(pools: Sequence[OmniPool], name: str) -> OmniPool:
+    """The pool this machine serves: the one it was told to, else the only one, else `default`, else the first."""
+    by_name = {pool.metadata.name: pool for pool in pools}
+    if name:
+        if name not in by_name:
+            raise OmniError(
+                f"OmniPool {name}",
+                "no manifest of the folder describes it",
+                f"there are: {', '.join(sorted(by_name))}",
+                reason=Reason.POOL_NOT_FOUND,
+            )
+        return by_name[name]
+    return by_name.get(DEFAULT_POOL) or by_name[min(by_name)]
+
+
+def _with_memory(pool: OmniPool, memory: int | str | None) -> OmniPool:
+    """The pool with another device budget."""
+    if memory is None:
+        return pool
+    body = pool.to_dict()
+    body["spec"].setdefault("device", {})["memory"] = memory
+    return OmniPool.model_validate(body)
+
+
+def _demand(model: OmniModel, footprints: Mapping[str, int], created_seconds: float) -> ModelDemand:
+    spec = model.spec
+    asked = spec.resources.device_memory
+    asked_bytes = 0 if asked == AUTO else parse_bytes(asked)  # the manifest's word wins over a measurement
+    measured_bytes = footprints.get(f"{model.key}@{model.metadata.generation}", 0)
+    return ModelDemand(
+        namespace=model.metadata.namespace,
+        name=model.metadata.name,
+        pool=spec.pool,
+        footprint_bytes=asked_bytes or measured_bytes,
+        served_names=model.names,
+        created_seconds=created_seconds,
+        keep_resident=spec.residency.keep_resident,
+        priority=priority_number(spec.residency.priority),
+        suspended=spec.suspend,
+    )
+
+
+def _supply(pool: OmniPool, report: AgentReport | None) -> PoolSupply:
+    return PoolSupply(
+        name=pool.metadata.name,
+        budget_bytes=report.pool.budget_bytes if report is not None and report.pool.pool == pool.metadata.name else 0,
+        overcommit_limit=pool.spec.overcommit.limit if pool.spec.overcommit else 0.0,
+    )
+
+
+def other_pool(name: str, served: OmniPool) -> str:
+    """The sentence about a pool that another system has to serve."""
+    return f"pool {name} is not served here but {served.metadata.name} is; start another system with --pool {name}"
