@@ -128,6 +128,9 @@ class ProcessStatus(Part):
     private_bytes: int = Field(default=0, description="Private memory.")
     isolation_level: str = Field(default="", description="Reached.")
     isolation_missing: list[str] = Field(default_factory=list, description="What it lacks.")
+    tier: str = Field(default="", description="resident, warm, parked or cold.")
+    instance: str = Field(default="", description="Identity that the agent gave it at its fork.")
+    cgroup: str = Field(default="", description="Control group that limits it.")
     reason: str = Field(default="", description="One word.")
     message: str = Field(default="", description="One sentence.")
 

@@ -22,6 +22,13 @@ class ResidencyEntry(Part):
         description="Name of the pod, or of the machine.", examples=["default-0"]
     )
     tier: Tier = Field(default="cold", description="Where the model is.", examples=["resident"])
+    phase: Annotated[str, plain(32)] = Field(
+        default="", description="What is being done with it: publishing, waking, serving ...", examples=["serving"]
+    )
+    progress: Annotated[float, number(-1, 1)] = Field(
+        default=-1, description="Share of the phase that is done; below 0 when unknown.", examples=[0.4]
+    )
+    generation: Counter = Field(default=0, description="Generation of the spec that serves.", examples=[3])
     device_bytes: ByteCount = Field(default=0, description="Device memory it holds.", examples=[269484032])
     host_bytes: ByteCount = Field(
         default=0, description="Host memory it holds: arena and private memory.", examples=[301989888]
@@ -30,7 +37,11 @@ class ResidencyEntry(Part):
     since: Time = Field(default="", description="When it came to this tier.", examples=["2026-11-29T12:00:00Z"])
     last_request: Time = Field(default="", description="When it was asked last.", examples=["2026-11-29T12:00:00Z"])
     requests: Counter = Field(default=0, description="Requests answered since the agent began.", examples=[17])
+    failed: Counter = Field(default=0, description="Requests that failed since the agent began.", examples=[0])
+    waiting: Counter = Field(default=0, description="Requests that are held.", examples=[2])
+    in_flight: Counter = Field(default=0, description="Requests that are being computed.", examples=[1])
     wakes: Counter = Field(default=0, description="How often it was woken.", examples=[3])
+    evictions: Counter = Field(default=0, description="How often it left the device.", examples=[2])
     last_wake_seconds: Seconds = Field(default=0, description="How long the last wake took.", examples=[0.021])
     reason: Annotated[str, plain(128)] = Field(
         default="", description="Why it is there, one word.", examples=["Evicted"]
