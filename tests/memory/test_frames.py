@@ -1,0 +1,339 @@
+"""The owner table of frames: real frames, real copies; who owns what, and what the free ones still hold."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from omnimodel.errors import LedgerError
+from omnimodel.memory.devices.host import HostDevice
+from omnimodel.memory.frames import FramePool
+from omnimodel.memory.ledger import DeviceAccount, Kind
+
+FRAME = 2 << 20
+
+
+@pytest.fixture
+def device():
+    device = HostDevice(FRAME, threads=1)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def account():
+    return DeviceAccount(8 * FRAME, FRAME)
+
+
+@pytest.fixture
+def pool(device, account):
+    return FramePool(device, account)
+
+
+async def wake(pool, model, frames, digest=None, working_bytes=0, worth=lambda digest: 0.0):
+    pool.account.promise(model, frames, working_bytes)
+    try:
+        await pool.make_room(worth)
+        allocation = pool.take(model, digest or model, worth)
+    except BaseException:
+        pool.account.cancel(model)
+        raise
+    pool.arrived(allocation)
+    return allocation
+
+
+async def test_frames_are_made_when_they_are_first_promised_and_recycled_afterwards(pool, account):
+    first = await wake(pool, "a", 3)
+    assert account.frames == 3
+    assert pool.release("a") == 3
+    second = await wake(pool, "b", 3)
+    assert account.frames == 3
+    assert {frame.id for frame in first.frames} == {frame.id for frame in second.frames}
+    assert not any(second.valid)
+    assert pool.owners() == dict.fromkeys((frame.id for frame in second.frames), "b")
+
+
+async def test_frames_of_an_evicted_model_stay_valid_until_they_are_taken(pool):
+    await pool.create_ahead(8)
+    await wake(pool, "a", 4)
+    pool.release("a")
+    assert pool.valid_frames("a") == 4
+    await wake(pool, "b", 6)  # 4 are free beside those of a, so that 2 of a's are taken: its end
+    pool.release("b")
+    assert pool.valid_frames("a") == 2
+    again = await wake(pool, "a", 4)
+    assert again.valid == (True, True, False, False)
+    assert again.missing == 2
+
+
+async def test_an_image_that_wakes_again_has_nothing_to_copy(pool):
+    first = await wake(pool, "a", 4)
+    pool.release("a")
+    again = await wake(pool, "a", 4)
+    assert again.valid == (True,) * 4
+    assert [frame.id for frame in again.frames] == [frame.id for frame in first.frames]
+
+
+async def test_the_least_worth_goes_first(pool):
+    await pool.create_ahead(8)
+    for model in ("a", "b", "c"):
+        await wake(pool, model, 2)
+    for model in ("a", "b", "c"):
+        pool.release(model)
+    worth = {"a": 3.0, "b": 1.0, "c": 2.0}
+    await wake(pool, "d", 5, worth=worth.__getitem__)  # two empty ones, then b, then one of c
+    assert [pool.valid_frames(digest) for digest in "abc"] == [2, 0, 1]
+
+
+async def test_doubles_go_before_the_only_copy(pool):
+    await pool.create_ahead(8)
+    await wake(pool, "a", 2, digest="image")
+    await wake(pool, "b", 2, digest="image")  # two models of one image, at once
+    pool.release("a")
+    pool.release("b")
+    assert pool.valid_frames("image") == 2
+    await wake(pool, "c", 6)
+    assert pool.valid_frames("image") == 2
+
+
+async def test_a_copy_that_did_not_end_leaves_nothing_valid(pool, account):
+    account.promise("a", 3)
+    await pool.make_room()
+    pool.take("a", "a")
+    pool.release("a")
+    assert pool.valid_frames("a") == 0
+
+
+async def test_part_of_the_frames_valid_and_the_copy_of_the_rest_failed(pool, account):
+    await pool.create_ahead(8)
+    await wake(pool, "a", 3)
+    pool.release("a")
+    await wake(pool, "b", 7)
+    pool.release("b")
+    account.promise("a", 3)
+    await pool.make_room()
+    taken = pool.take("a", "a")
+    assert taken.valid == (True, False, False)
+    pool.release("a")
+    assert pool.valid_frames("a") == 1
+
+
+async def test_forgotten_contents_are_copied_again(pool):
+    await wake(pool, "a", 3)
+    pool.release("a")
+    pool.forget("a")
+    assert not any((await wake(pool, "a", 3)).valid)
+
+
+async def test_frames_go_for_working_memory_and_come_back(pool, account):
+    await pool.create_ahead(8)
+    assert account.frames == 8
+    await wake(pool, "a", 2, working_bytes=FRAME + 1)
+    assert account.frames == 6
+    pool.release("a")
+    account.set("a", Kind.WORKING, 0)
+    await wake(pool, "b", 8)
+    assert account.frames == 8
+
+
+async def test_working_memory_destroys_the_frames_that_are_worth_least(pool, account):
+    await wake(pool, "a", 4)
+    await wake(pool, "b", 4)
+    pool.release("a")
+    pool.release("b")
+    worth = {"a": 1.0, "b": 2.0}.__getitem__
+    account.set("c", Kind.WORKING, 3 * FRAME)
+    await pool.make_room(worth)
+    assert (pool.valid_frames("a"), pool.valid_frames("b")) == (1, 4)
+
+
+async def test_quarantined_frames_are_nobodys_until_the_process_is_gone(pool, account):
+    await wake(pool, "a", 6)
+    assert pool.quarantine("a") == 6
+    assert pool.frames_of("a") == []
+    assert pool.quarantined() == {"a": 6}
+    with pytest.raises(LedgerError, match=f"{2 * FRAME} of {8 * FRAME} are free"):
+        account.promise("b", 3)
+    await wake(pool, "a", 2)  # its successor
+    assert pool.recover("a") == 6
+    assert len(pool.frames_of("a")) == 2
+    assert account.held_bytes("a", Kind.FRAMES) == 2 * FRAME
+    assert account.free_bytes == 6 * FRAME
+
+
+async def test_frames_are_not_taken_before_they_are_made(pool, account):
+    account.promise("a", 2)
+    with pytest.raises(LedgerError, match="0 have been made"):
+        pool.take("a", "a")
+    assert account.promised("a") is not None
+
+
+async def test_a_device_without_memory_leaves_the_account_as_it_was(pool, account, device, monkeypatch):
+    def full(count):
+        raise LedgerError("device host", "no room")
+
+    monkeypatch.setattr(device, "create", full)
+    account.promise("a", 2)
+    with pytest.raises(LedgerError, match="no room"):
+        await pool.make_room()
+    assert account.frames == 0
+    account.cancel("a")
+    assert account.free_bytes == 8 * FRAME
+
+
+async def test_a_cancelled_wake_leaves_its_frames_to_the_next(pool, account, device, monkeypatch):
+    go, began, create = threading.Event(), threading.Event(), device.create
+
+    def slow(count):
+        began.set()
+        assert go.wait(30)
+        return create(count)
+
+    monkeypatch.setattr(device, "create", slow)
+    first = asyncio.ensure_future(wake(pool, "a", 5))
+    assert await asyncio.to_thread(began.wait, 30)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.ensure_future(wake(pool, "b", 7))
+    await asyncio.sleep(0)
+    go.set()
+    assert len((await second).frames) == 7
+    assert account.frames == 7
+    assert account.held_bytes() == 7 * FRAME
+
+
+async def test_two_wakes_at_once_and_frames_made_ahead(pool, account):
+    ahead = asyncio.ensure_future(pool.create_ahead(8))
+    a, b = await asyncio.gather(wake(pool, "a", 4), wake(pool, "b", 4))
+    await ahead
+    assert {frame.id for frame in a.frames}.isdisjoint({frame.id for frame in b.frames})
+    assert account.frames == 8
+
+
+async def test_adopted_frames_are_the_models(pool, account, device):
+    frames = device.create(2)
+    pool.adopt("a", "a", frames)
+    assert pool.frames_of("a") == frames
+    assert account.held_bytes("a", Kind.FRAMES) == 2 * FRAME
+    with pytest.raises(LedgerError):
+        pool.adopt("b", "b", device.create(7))
+    assert account.frames == 2
+    pool.release("a")
+    assert pool.valid_frames("a") == 2
+
+
+async def test_close_keeps_what_a_process_may_still_read(pool, account, device):
+    allocation = await wake(pool, "a", 2)
+    await pool.create_ahead(5)
+    await pool.close()
+    assert account.frames == 2
+    assert os.fstat(allocation.frames[0].descriptor).st_size == FRAME
+
+
+SIZES = {"a": 1, "b": 3, "c": 5, "d": 7}
+
+
+class FramesMachine(RuleBasedStateMachine):
+    """Random wakes, evicts, kills and edits over real frames; a frame holds what the table says, always."""
+
+    @initialize()
+    def begin(self):
+        self.loop = asyncio.new_event_loop()
+        self.device = HostDevice(FRAME, threads=1)
+        self.account = DeviceAccount(8 * FRAME, FRAME)
+        self.pool = FramePool(self.device, self.account)
+        self.resident: dict[str, list] = {}
+        self.apart: dict[str, int] = {}
+
+    def do(self, work):
+        return self.loop.run_until_complete(work)
+
+    def mark(self, digest, number):
+        return (digest.encode() + bytes([number])) * 4
+
+    @rule(model=st.sampled_from(sorted(SIZES)), working=st.sampled_from([0, 1, FRAME]), fails=st.booleans())
+    def wake(self, model, working, fails):
+        if model in self.resident:
+            return
+        try:
+            self.account.promise(model, SIZES[model], working)
+        except LedgerError:
+            return
+        self.do(self.pool.make_room(ord))
+        allocation = self.pool.take(model, model, ord)
+        for number, (frame, valid) in enumerate(zip(allocation.frames, allocation.valid, strict=True)):
+            mark = self.mark(model, number)
+            if valid:
+                assert ctypes.string_at(frame.handle.address, len(mark)) == mark
+            elif not fails:
+                ctypes.memmove(frame.handle.address, mark, len(mark))
+            else:
+                ctypes.memmove(frame.handle.address, b"?" * 8, 8)
+        if fails:
+            self.pool.release(model)
+            self.account.set(model, Kind.WORKING, 0)
+        else:
+            self.pool.arrived(allocation)
+            self.resident[model] = list(allocation.frames)
+
+    @rule(model=st.sampled_from(sorted(SIZES)), acknowledges=st.booleans(), keeps=st.booleans())
+    def evict(self, model, acknowledges, keeps):
+        if model not in self.resident:
+            return
+        for number, frame in enumerate(self.resident.pop(model)):  # nobody wrote it while the model had it
+            mark = self.mark(model, number)
+            assert ctypes.string_at(frame.handle.address, len(mark)) == mark
+        if acknowledges:
+            assert self.pool.release(model) == SIZES[model]
+        else:
+            self.apart[model] = self.apart.get(model, 0) + self.pool.quarantine(model)
+        if not keeps:
+            self.account.set(model, Kind.WORKING, 0)
+
+    @rule(model=st.sampled_from(sorted(SIZES)))
+    def process_is_gone(self, model):
+        assert self.pool.recover(model) == self.apart.pop(model, 0)
+
+    @rule(count=st.integers(0, 9))
+    def create_ahead(self, count):
+        self.do(self.pool.create_ahead(count))
+
+    @rule(frames=st.integers(0, 10))
+    def edit_pool(self, frames):
+        if frames * FRAME >= self.account.held_bytes():
+            self.account.resize(frames * FRAME)
+            self.do(self.pool.make_room(ord))
+
+    @rule(model=st.sampled_from(sorted(SIZES)))
+    def forget(self, model):
+        self.pool.forget(model)
+
+    @invariant()
+    def ledger_and_owner_table_agree(self):
+        if not hasattr(self, "pool"):
+            return
+        owners = self.pool.owners()
+        assert len(self.device._frames) == self.account.frames
+        assert self.account.free_frames == self.account.frames - len(owners)
+        for model, frames in self.resident.items():
+            assert [frame.id for frame in self.pool.frames_of(model)] == [frame.id for frame in frames]
+            assert self.account.held_bytes(model, Kind.FRAMES) == SIZES[model] * FRAME
+        assert self.pool.quarantined() == {model: count for model, count in self.apart.items() if count}
+        assert len(owners) == sum(SIZES[model] for model in self.resident) + sum(self.apart.values())
+
+    def teardown(self):
+        if hasattr(self, "device"):
+            self.device.close()
+            self.loop.close()
+
+
+TestFramesMachine = FramesMachine.TestCase
+TestFramesMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
