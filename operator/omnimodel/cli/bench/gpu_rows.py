@@ -21,12 +21,12 @@ from omnimodel.errors import OmniError
 from omnimodel.memory.codec_file import PACKED_FILE, pack
 from omnimodel.memory.devices import Frame
 from omnimodel.memory.devices.cuda import CudaCopy, CudaDevice, CudaWindow
-from omnimodel.memory.devices.cuda_arena import Extent
 from omnimodel.memory.devices.cuda_checkpoint import park, unpark
 from omnimodel.memory.devices.cuda_copy import Staged
 from omnimodel.memory.devices.cuda_driver import call, driver
 from omnimodel.memory.devices.cuda_fence import Fence
 from omnimodel.memory.devices.cuda_meter import Meter
+from omnimodel.memory.devices.cuda_trial_link import Link
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,6 @@ class Process:
     """A model's process, forked from the zygote."""
 
     def __init__(self, bench: Bench) -> None:
-        from omnimodel.memory.devices.cuda_trial import Link
-
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bench.zygote.send({}, [theirs.fileno()])
         theirs.close()
@@ -146,8 +144,6 @@ class Bench:
     """
 
     def __init__(self, folder: Path, layers: int, arena_bytes: int, swaps: int) -> None:
-        from omnimodel.memory.devices.cuda_trial import Link
-
         self.report = Report()
         self.folder = folder
         self.kind = f"llama:{layers}"
@@ -216,6 +212,7 @@ class Bench:
         """Overwrite frames, so that what a wake finds can only have come with it."""
         for frame in frames:
             call("cuMemsetD8", frame.handle.address, 0xAA, self.device.frame_bytes)
+        self.device.context.synchronize()
 
 
 def line(bench: Bench) -> None:
@@ -253,8 +250,7 @@ def frame_sizes(bench: Bench) -> None:
             window.unmap()
             maps.append(mapped - began)
             unmaps.append(time.perf_counter() - mapped)
-        extents = (source * 8)[: total // source[0].size_bytes + 1] if len(source) == 1 else source * 8
-        staged = Staged("frames", total, total, tuple(Extent(e.address, e.size_bytes) for e in extents))
+        staged = Staged("frames", total, total, tuple(source * 8))
         seconds = [device.copy(staged, frames).wait(60) for _ in range(3)]
         name = f"frames of {size // MEBI} MiB, 15 GiB:"
         bench.report.add(f"{name} map", 1e3 * min(maps), "ms")
@@ -471,7 +467,7 @@ def many(bench: Bench) -> None:
     bench.report.add("models on one budget", count, "models", 20)
     bench.report.add("over-commit", 100 * sum(needs.values()) / budget, "%", 400)
     wrong, latencies, flat = 0, [], {}
-    rng = random.Random(11)
+    rng = random.Random(11)  # noqa: S311
     began = time.perf_counter()
     for swap in range(bench.swaps + count):
         path = list(models)[swap] if swap < count else rng.choice([p for p in models if p not in resident])

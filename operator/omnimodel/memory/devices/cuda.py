@@ -1,0 +1,326 @@
+"""The cuda backend, the agent's side: frames of device memory that are created once and recycled for ever.
+
+A frame is one cuMemCreate handle, mapped writable here and sent to model processes as a file descriptor; fresh pages
+cost the driver a scrub on every wake, recycled ones nothing (measured: docs/gpu.md). Images wait in pinned memory and
+come over one stream of large copies; a second stream decodes what is coded and advances the fence after each frame,
+so that a model's first layers compute while its last ones copy.
+
+A process that holds a frame's descriptor could map it writable: CUDA has no read-only export. What it writes reaches
+only its own model, because frames are overwritten or zeroed before they go to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omnimodel.errors import ImageError, LedgerError, OmniError
+from omnimodel.memory.codec_file import PACKED_FILE, read_index
+from omnimodel.memory.devices import Frame
+from omnimodel.memory.devices.cuda_arena import Arena
+from omnimodel.memory.devices.cuda_copy import Staged, Step, plan
+from omnimodel.memory.devices.cuda_driver import (
+    Context,
+    access,
+    allocation_property,
+    available,
+    call,
+    driver,
+    near_cpus,
+    ordinal_of,
+    ready,
+)
+from omnimodel.memory.devices.cuda_fence import Fence, arrived
+from omnimodel.memory.devices.cuda_unpack import Unpacker
+from omnimodel.memory.devices.cuda_window import CudaWindow
+
+__all__ = ["FRAME_BYTES", "CudaCopy", "CudaDevice", "CudaWindow", "available"]
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES = 64 << 20  # Source: docs/gpu.md, "Frame size"
+_POLL_SECONDS = 0.0002
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+@dataclass(frozen=True)
+class FrameMemory:
+    """The driver's side of a frame.
+
+    Args:
+        allocation: the cuMemCreate handle.
+        address: where the agent has it mapped.
+    """
+
+    allocation: Any
+    address: int
+
+
+class CudaCopy:
+    """A copy under way in the device's streams.
+
+    Args:
+        device: that copies.
+        staged: what it copies.
+        frames: how many it fills.
+        bases: where the device's own fence and the process's fence begin to count.
+        events: recorded at its beginning and its end.
+    """
+
+    def __init__(
+        self, device: CudaDevice, staged: Staged, frames: int, bases: tuple[int, int], events: tuple[Any, Any]
+    ) -> None:
+        self._device, self._staged, self._frames = device, staged, frames
+        self._base, self.fence_base = bases
+        self._began, self._ended = events
+        self._seconds: float | None = None
+        self._waiting = threading.Lock()
+
+    def wait(self, timeout_seconds: float | None = None) -> float:
+        """Wait for its end; seconds that the copy took on the device.
+
+        Raises:
+            ImageError: the device could not copy it.
+            TimeoutError: it is not done in time.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with self._waiting:
+            if self._seconds is not None:
+                return self._seconds
+            self._device.context.enter()
+            try:
+                while not ready(self._ended):
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"{self._staged.path}: not copied after {timeout_seconds} s")
+                    time.sleep(_POLL_SECONDS)
+                self._seconds = float(call("cuEventElapsedTime", self._began, self._ended)) / 1e3
+            except OmniError as error:
+                raise ImageError(
+                    self._staged.path, f"was not copied to {self._device.name}: {error.problem}", error.cure
+                ) from error
+            for event in (self._began, self._ended):
+                call("cuEventDestroy", event)
+        return self._seconds
+
+    def done_bytes(self) -> int:
+        """Bytes that have arrived so far, from the start of the image on."""
+        if self._seconds is not None:
+            return self._staged.image_bytes
+        frames = arrived(self._device.progress.page.value(), self._base, self._frames)
+        return min(frames * self._device.frame_bytes, self._staged.image_bytes)
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        name: `cuda:1` with its number among those that the driver shows this process; `cuda` is the first.
+        frame_bytes: size of one frame; a multiple of the device's granularity (2 MiB).
+        arena_bytes: host memory to pin for images, in the background; `arena_ready` says how far it is. None: half
+            of what is available.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+
+    def __init__(self, name: str, frame_bytes: int = FRAME_BYTES, arena_bytes: int | None = None) -> None:
+        ordinal = ordinal_of(name)
+        self.name = f"cuda:{ordinal}"
+        self.frame_bytes = frame_bytes
+        self.context = Context(ordinal)
+        self._lock = threading.RLock()
+        self._property = allocation_property(ordinal)
+        self._access = access(ordinal, writable=True)
+        self._reserved_frames = self.context.total_bytes() // frame_bytes
+        self._base = int(call("cuMemAddressReserve", self._reserved_frames * frame_bytes, 0, 0, 0))
+        self._vacant = list(range(self._reserved_frames - 1, -1, -1))
+        self._frames: dict[int, Frame] = {}
+        self._line = self._stream()
+        self._finish = self._stream()
+        self._copied = self._event()
+        self.progress = Fence(self.context)
+        self._unpacker: Unpacker | None = None
+        pinned_bytes = _available_bytes() // 2 if arena_bytes is None else arena_bytes
+        self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
+
+    def create(self, count: int) -> list[Frame]:
+        """Create frames.
+
+        Raises:
+            LedgerError: the device has no room; then none was created.
+        """
+        self.context.enter()
+        made: list[Frame] = []
+        with self._lock:
+            try:
+                for _ in range(count):
+                    made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
+            except LedgerError as error:
+                self.destroy(made)
+                raise LedgerError(self.name, f"has no room for {count} frames of {self.frame_bytes} bytes") from error
+        log.info("frames created device=%s count=%d bytes=%d", self.name, count, count * self.frame_bytes)
+        return made
+
+    def _create_one(self) -> Frame:
+        if not self._vacant:
+            raise LedgerError(self.name, "has no room")
+        cuda = driver()
+        allocation = call("cuMemCreate", self.frame_bytes, self._property, 0)
+        number = self._vacant.pop()
+        address = self._base + number * self.frame_bytes
+        descriptor = int(
+            call(
+                "cuMemExportToShareableHandle",
+                allocation,
+                cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                0,
+            )
+        )
+        call("cuMemMap", address, self.frame_bytes, 0, allocation, 0)
+        call("cuMemSetAccess", address, self.frame_bytes, self._access, 1)
+        frame = Frame(number, descriptor, FrameMemory(allocation, address))
+        self._frames[number] = frame
+        return frame
+
+    def destroy(self, frames: Sequence[Frame]) -> None:
+        """Give frames back to the device for good; the memory is free once no process maps them any more."""
+        self.context.enter()
+        with self._lock:
+            call("cuStreamSynchronize", self._finish)
+            for frame in frames:
+                del self._frames[frame.id]
+                call("cuMemUnmap", frame.handle.address, self.frame_bytes)
+                call("cuMemRelease", frame.handle.allocation)
+                os.close(frame.descriptor)
+                self._vacant.append(frame.id)
+
+    def stage(self, path: str, image_bytes: int) -> Staged:
+        """Read an image, or the packed form of one, into the arena.
+
+        Args:
+            path: of the file; one named `image.packed` is decoded on its way into frames.
+            image_bytes: of the image itself.
+
+        Raises:
+            LedgerError: the arena has no room; take an image out of it first.
+            ImageError: the file is damaged, or shorter than it should be.
+        """
+        packed = read_index(path) if os.path.basename(path) == PACKED_FILE else None
+        if packed:
+            if (packed.image_bytes, packed.frame_bytes) != (image_bytes, self.frame_bytes):
+                found = f"{packed.image_bytes} bytes in frames of {packed.frame_bytes}"
+                raise ImageError(path, f"was packed for an image of {found}", "pack it again")
+            self._prepare_unpacker()
+        stored = packed.body_bytes if packed else image_bytes
+        extents = self.arena.take(stored)
+        began = time.perf_counter()
+        try:
+            direct = self.arena.read(path, extents, stored)
+        except BaseException:
+            self.arena.give(extents)
+            raise
+        seconds = time.perf_counter() - began
+        log.info("image staged path=%s bytes=%d seconds=%.3f direct=%s", path, stored, seconds, direct)
+        return Staged(path, image_bytes, stored, tuple(extents), packed)
+
+    def unstage(self, staged: Staged) -> None:
+        """Take an image out of the arena; a copy of it that is under way ends first."""
+        self.context.enter()
+        call("cuStreamSynchronize", self._finish)
+        self.arena.give(staged.extents)
+
+    def fence(self) -> Fence:
+        """A fence for one model process: pass it to `copy`, and its descriptor to the process."""
+        return Fence(self.context)
+
+    def copy(
+        self, staged: Staged, frames: Sequence[Frame], *, valid: Sequence[bool] = (), fence: Fence | None = None
+    ) -> CudaCopy:
+        """Start copying an image into frames, in order; the rest of the last frame is zeroed.
+
+        Args:
+            staged: from `stage`.
+            frames: as many as the image needs.
+            valid: per frame, whether it already holds its part of this image; default: none does.
+            fence: of the model's process, advanced by one after each frame; the process is told the copy's
+                `fence_base`.
+        """
+        steps = plan(staged, self.frame_bytes, len(frames), valid)
+        self.context.enter()
+        with self._lock:
+            fences = [(f, f.begin(len(frames))) for f in (self.progress, fence) if f is not None]
+            began, ended = self._event(timed=True), self._event(timed=True)
+            call("cuEventRecord", began, self._line)
+            for step in steps:
+                self._enqueue(step, frames[step.frame].handle.address)
+                for each, base in fences:
+                    each.page.write(self._finish, base + step.frame + 1)
+            call("cuEventRecord", ended, self._finish)
+        bases = [base for _, base in fences]
+        return CudaCopy(self, staged, len(frames), (bases[0], bases[-1]), (began, ended))
+
+    def _enqueue(self, step: Step, address: int) -> None:
+        unpacker = self._unpacker if step.blocks else None
+        target = unpacker.reserve(self._line) if unpacker else address
+        for piece in step.pieces:
+            call("cuMemcpyHtoDAsync", target, piece.address, piece.size_bytes, self._line)
+            target += piece.size_bytes
+        if step.zero_from < self.frame_bytes:
+            call("cuMemsetD8Async", address + step.zero_from, 0, self.frame_bytes - step.zero_from, self._line)
+        if step.pieces:
+            call("cuEventRecord", self._copied, self._line)
+            call("cuStreamWaitEvent", self._finish, self._copied, 0)
+        if unpacker:
+            unpacker.unpack(step, address, self.frame_bytes, self._finish)
+
+    def _prepare_unpacker(self) -> None:
+        self.context.enter()
+        with self._lock:
+            if self._unpacker is None:
+                self._unpacker = Unpacker(self.context, self.frame_bytes)
+
+    def free_bytes(self) -> int:
+        """Bytes that the driver says are free."""
+        return self.context.free_bytes()
+
+    def arena_ready(self) -> float:
+        """How much of the arena is pinned, from 0 to 1."""
+        return self.arena.made_bytes / self.arena.capacity_bytes if self.arena.capacity_bytes else 1.0
+
+    def close(self) -> None:
+        """Destroy everything."""
+        self.context.enter()
+        with contextlib.suppress(OmniError):
+            call("cuStreamSynchronize", self._finish)
+        self.destroy(list(self._frames.values()))
+        if self._unpacker:
+            self._unpacker.close()
+        self.arena.close()
+        self.progress.close()
+        call("cuMemAddressFree", self._base, self._reserved_frames * self.frame_bytes)
+        self.context.release()
+
+    def _stream(self) -> int:
+        return int(call("cuStreamCreate", int(driver().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def _event(self, *, timed: bool = False) -> Any:
+        flags = driver().CUevent_flags
+        return call("cuEventCreate", int(flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING))
+
+    def _register(self, address: int, size_bytes: int) -> None:
+        self.context.enter()
+        call("cuMemHostRegister", address, size_bytes, int(driver().CU_MEMHOSTREGISTER_PORTABLE))
+
+    def _unregister(self, address: int) -> None:
+        self.context.enter()
+        call("cuMemHostUnregister", address)

@@ -1,0 +1,93 @@
+"""Decoding on the way: coded blocks land in a small ring of staging buffers and are decoded into their frames.
+
+The line's stream fills buffer k while another stream decodes buffer k-1; both run ahead of the host. Triton and torch
+are loaded here, when the first packed image is staged, and compile the kernel before any model waits for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from omnimodel.memory.codec import TILE, encode
+from omnimodel.memory.devices.cuda_copy import Step
+from omnimodel.memory.devices.cuda_driver import Context, call, driver
+
+RING = 3
+SLACK_BYTES = 1 << 20  # padding between the blocks of a frame; codec_file refuses more
+
+
+class Unpacker:
+    """The ring and the kernel of one device.
+
+    Args:
+        context: of the device.
+        frame_bytes: of the device.
+    """
+
+    def __init__(self, context: Context, frame_bytes: int) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._kernel: Any = importlib.import_module("omnimodel.memory.codec_kernel")
+        context.enter()
+        self._device = f"cuda:{context.ordinal}"
+        self._buffers = [int(call("cuMemAlloc", frame_bytes + SLACK_BYTES)) for _ in range(RING)]
+        untimed = int(driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._emptied = [call("cuEventCreate", untimed) for _ in range(RING)]
+        self._next = 0
+        self._streams: dict[int, Any] = {}
+        self._compile(context)
+
+    def _compile(self, context: Context) -> None:
+        block, layout = encode(np.zeros(TILE, np.uint16))
+        memory = int(call("cuMemAlloc", block.nbytes + 2 * TILE))
+        call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
+        with self._torch.cuda.device(self._device):
+            self._kernel.unpack(self._bytes(memory), self._words(memory + block.nbytes), layout)
+        context.synchronize()
+        call("cuMemFree", memory)
+
+    def reserve(self, line: int) -> int:
+        """The address of the next staging buffer; the line's stream waits until it has been decoded."""
+        call("cuStreamWaitEvent", line, self._emptied[self._next], 0)
+        return self._buffers[self._next]
+
+    def unpack(self, step: Step, address: int, frame_bytes: int, stream: int) -> None:
+        """Decode the buffer that was reserved last into a frame, in the given stream.
+
+        Args:
+            step: whose pieces are in the buffer.
+            address: of the frame.
+            frame_bytes: of the device; the step's frame starts at so many bytes of the image.
+            stream: that has waited for the copy into the buffer.
+        """
+        buffer = self._buffers[self._next]
+        with self._torch.cuda.stream(self._stream(stream)):
+            for block in step.blocks:
+                stored = buffer + block.stored_at - step.stored_at
+                target = address + block.offset - step.frame * frame_bytes
+                if block.layout is None:
+                    call("cuMemcpyDtoDAsync", target, stored, block.size_bytes, stream)
+                else:
+                    self._kernel.unpack(self._bytes(stored), self._words(target), block.layout)
+        call("cuEventRecord", self._emptied[self._next], stream)
+        self._next = (self._next + 1) % RING
+
+    def _stream(self, stream: int) -> Any:
+        if stream not in self._streams:
+            self._streams[stream] = self._torch.cuda.ExternalStream(stream, device=self._device)
+        return self._streams[stream]
+
+    def _bytes(self, address: int) -> Any:
+        return self._kernel.Address(address, self._torch.uint8)
+
+    def _words(self, address: int) -> Any:
+        return self._kernel.Address(address, self._torch.int16)
+
+    def close(self) -> None:
+        """Give the buffers back; no copy may be under way."""
+        for buffer in self._buffers:
+            call("cuMemFree", buffer)
+        for event in self._emptied:
+            call("cuEventDestroy", event)
