@@ -56,7 +56,7 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
         return {"model": name, "result": "skipped", "failures": ["it is suspended"]}
     if not probe:
         return {"model": name, "result": "skipped", "failures": ["its manifest has no probe"]}
-    asked = known_answer.request(probe)
+    asked = known_answer.request(_addressed(probe, item["metadata"]["name"]))
     headers = {**asked.headers, DEADLINE_HEADER: f"{timeout_seconds:g}"}
     began = time.monotonic()
     try:
@@ -71,6 +71,19 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
         "seconds": round(time.monotonic() - began, 4),
         "waitedSeconds": float(answer.headers.get(WAITED_HEADER) or 0),
     }
+
+
+def _addressed(probe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The probe with the model's name in its body: the process itself needs none, a gateway does.
+
+    Under /v2 the name is in the path.
+    """
+    if not str(probe.get("path", "")).startswith("/v1/"):
+        return probe
+    for kind in ("json", "form"):
+        if isinstance(probe.get(kind), Mapping):
+            return {**probe, kind: {"model": name, **probe[kind]}}
+    return probe
 
 
 def _report(result: Mapping[str, Any]) -> None:
