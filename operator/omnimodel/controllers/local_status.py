@@ -79,9 +79,10 @@ def _verdict(
         return _conditions("False", "Stalled", refusal.reason, refusal.message)
     if report is None:
         return _conditions("Unknown", "Reconciling", *_WORK["pending"])
+    failed = report.phase == "failed" or (report.phase not in _WORK and report.reason in _FINAL)
     reason, message = _WORK.get(report.phase, _WORK["pending"])
-    reason, message = report.reason or reason, report.message or message
-    failed = report.phase == "failed" or (report.phase not in _WORK and reason in _FINAL)
+    if failed or not report.ready:  # otherwise they say why the model has the tier it has
+        reason, message = report.reason or reason, report.message or message
     if report.generation != generation:
         serving = f"; generation {report.generation} serves until then" if report.ready else ""
         return _conditions("Unknown", "Stalled" if failed else "Reconciling", reason, f"{message}{serving}")
