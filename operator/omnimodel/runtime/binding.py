@@ -1,0 +1,125 @@
+"""Binds a module to its image: every parameter and every buffer lies in the window, and nowhere else.
+
+The module is built on the meta device, without memory. Then each of its tensors is replaced by a view of the window
+at the offset that the index gives; what is mapped there may change with each wake, the addresses never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omnimodel.errors import ImageError
+
+if TYPE_CHECKING:
+    from omnimodel.memory.devices import Window
+    from omnimodel.memory.image import Index
+
+_NAMED_AT_MOST = 5
+
+
+def tensors_in_order(module: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Every parameter and buffer (persistent or not) in the order of the modules, tied ones once with all names."""
+    found: dict[Any, tuple[list[str], torch.Tensor]] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for leaf, tensor in [*part._parameters.items(), *part._buffers.items()]:  # noqa: SLF001 named_* skips None only
+            if tensor is not None:
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                found.setdefault(_identity(tensor), ([], tensor))[0].append(name)
+    return [(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def plain_tensors(module: torch.nn.Module) -> list[str]:
+    """Names of tensors that are neither parameters nor buffers, nor one of these under a second name.
+
+    No index covers them, so that they would stay without values when the model is served.
+    """
+    registered = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    found = []
+    for prefix, part in module.named_modules():
+        computed = {name.rsplit("_", 1)[0] for name in part._parameters if name.endswith(("_g", "_orig"))}  # noqa: SLF001
+        for leaf, value in vars(part).items():
+            if leaf in ("_parameters", "_buffers", "_modules") or leaf in computed:
+                continue  # weight_norm and spectral_norm compute such an attribute anew in each forward pass
+            if any(id(tensor) not in registered for tensor in _tensors_in(value)):
+                found.append(f"{prefix}.{leaf}" if prefix else leaf)
+    return found
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors_in(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item, depth - 1)
+
+
+def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | None) -> None:
+    """Replace every tensor of `module` by a view of `window`.
+
+    Args:
+        subject: the model, for messages.
+        module: built on the meta device.
+        index: of the image that will be mapped.
+        window: at least as large as the image; None when the image is empty.
+
+    Raises:
+        ImageError: module and index do not fit, or something would stay without values.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for entry in index.tensors:
+        if entry.bytes and window is not None:
+            values = window.tensor(entry.offset, entry.bytes).view(getattr(torch, entry.dtype)).view(entry.shape)
+        else:
+            values = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        shared: torch.nn.Parameter | None = None
+        for name in entry.names:
+            prefix, _, leaf = name.rpartition(".")
+            part = parts.get(prefix)
+            old = None if part is None else part._parameters.get(leaf, part._buffers.get(leaf))  # noqa: SLF001
+            if part is None or old is None:
+                raise _mismatch(subject, f"its image has a tensor {name}, the module that build() makes does not")
+            if tuple(old.shape) != entry.shape:
+                raise _mismatch(
+                    subject, f"{name} has the shape {list(entry.shape)} in its image and {list(old.shape)} in build()"
+                )
+            if leaf in part._parameters:  # noqa: SLF001
+                shared = torch.nn.Parameter(values, requires_grad=False) if shared is None else shared
+                setattr(part, leaf, shared)  # not past __setattr__: recurrent layers keep a list of their weights
+            else:
+                setattr(part, leaf, values)
+            _follow(part, old, shared if leaf in part._parameters else values)  # noqa: SLF001
+    left = [names[0] for names, tensor in tensors_in_order(module) if tensor.device.type == "meta"]
+    left += [name for name in plain_tensors(module) if any(t.is_meta for t in _tensors_in(_attribute(module, name)))]
+    if left:
+        more = f" and {len(left) - _NAMED_AT_MOST} more" if len(left) > _NAMED_AT_MOST else ""
+        raise _mismatch(subject, f"its image has no values for {', '.join(left[:_NAMED_AT_MOST])}{more}")
+
+
+def _follow(part: torch.nn.Module, old: torch.Tensor, new: torch.Tensor | None) -> None:
+    """Let plain attributes that were the old tensor under a second name be the new one."""
+    for name, value in list(vars(part).items()):
+        if value is old:
+            vars(part)[name] = new
+
+
+def _attribute(module: torch.nn.Module, name: str) -> Any:
+    value: Any = module
+    for leaf in name.split("."):
+        value = getattr(value, leaf)
+    return value
+
+
+def _mismatch(subject: str, problem: str) -> ImageError:
+    return ImageError(subject, problem, "build() must make the same module each time; publish the model again")

@@ -1,0 +1,266 @@
+"""Own engines: a handler's module bound to frames, its `predict` or its text generation behind HTTP."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from omnimodel.errors import ImageError, OmniError, Reason
+from omnimodel.memory.image import ASSETS_FOLDER, Index, read_index
+from omnimodel.runtime import publishing, signature, tasks
+from omnimodel.runtime.binding import bind
+from omnimodel.runtime.engines import TEXT_GENERATION, Setting, name_of, subject_of
+from omnimodel.runtime.handlers import HandlerError, call, calling, load_class
+from omnimodel.runtime.lane import Lane
+from omnimodel.runtime.sdk import Model, Source
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from omnimodel.memory.devices import Window
+    from omnimodel.protocol.process import Publish
+
+log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None)
+
+
+class Serving(Protocol):
+    """What answers requests with a bound model."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """What it answers."""
+
+    def resume(self) -> None:
+        """The weights are there: compute."""
+
+    def pause(self) -> int:
+        """Return when nothing computes any more; how many requests go on after `resume`."""
+
+    def trim(self) -> None:
+        """Give back what can be made again, while paused."""
+
+    def stop(self) -> None:
+        """End threads that would keep the process alive."""
+
+
+class OwnEngine:
+    """See the module and `engines.Engine`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._window: Window | None = None
+        self._serving: Serving | None = None
+
+    def start(self) -> None:
+        """Build on the meta device, bind, and load what belongs to the handler. Raises OmniError."""
+        setting = self._setting
+        subject = setting.subject
+        index = read_index(setting.folder)
+        set_threads(setting.threads)
+        model = make_model(setting.spec, index.dtype, setting.device)
+        model.assets = setting.folder / ASSETS_FOLDER
+        with calling(subject, "build()"), torch.device("meta"), torch.no_grad():
+            module = model.build()
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise HandlerError(
+                subject, f"build() returned a {type(module).__name__}", "return a torch.nn.Module or None"
+            )
+        self._window = _window(setting, index)
+        if module is not None:
+            bind(subject, module.eval(), index, self._window)
+        elif index.tensors:
+            raise ImageError(subject, "its image has tensors, but build() makes no module", "publish it again")
+        model.module = module
+        call(subject, "load()", model.load)
+        self._serving = _serving(setting, model, index)
+        gc.collect()
+        trim_heap()
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of the task."""
+        assert self._serving is not None
+        return self._serving.routes()
+
+    def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
+        """Map the frames and compute."""
+        assert self._serving is not None
+        began = time.perf_counter()
+        if self._window is not None:
+            self._window.map(descriptors)
+        elif descriptors:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OmniError(self._setting.subject, "it was sent frames, but its image is empty")
+        map_seconds = time.perf_counter() - began
+        self._serving.resume()
+        return {"mapSeconds": map_seconds}
+
+    def evict(self, *, trim: bool) -> int:
+        """Close the fence, unmap, and give memory back."""
+        assert self._serving is not None
+        frozen = self._serving.pause()
+        if self._window is not None:
+            self._window.unmap()
+        if trim:
+            self._serving.trim()
+            trim_heap()
+        return frozen
+
+    def stop(self) -> None:
+        """End the threads that compute."""
+        if self._serving is not None:
+            self._serving.stop()
+
+
+class Prediction:
+    """Serves `predict`."""
+
+    def __init__(self, setting: Setting, model: Model) -> None:
+        predict = getattr(model, "predict", None)
+        if predict is None:
+            raise HandlerError(setting.subject, f"{type(model).__name__} has no predict()", "write one")
+        try:
+            self._lane = Lane(lambda: set_threads(setting.threads), torch.inference_mode)
+            count = getattr(model, "count_tokens", None)
+            self._predictor = tasks.Predictor(setting.subject, setting.name, predict, self._lane, count)
+        except signature.SignatureProblem as error:
+            raise HandlerError(setting.subject, str(error), "annotate predict()") from error
+        self._task = setting.spec["task"]
+        engine = setting.spec["engine"]
+        self._metadata = tasks.describe(setting.name, engine, self._task, self._predictor.signature)
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of the task."""
+        return tasks.routes(self._task, self._predictor, self._metadata)
+
+    def resume(self) -> None:
+        """Open the fence."""
+        self._lane.fence.open()
+
+    def pause(self) -> int:
+        """Close the fence."""
+        self._lane.fence.close()
+        return self._lane.working
+
+    def trim(self) -> None:
+        """Nothing to give back but the heap."""
+
+    def stop(self) -> None:
+        """The lane's thread ends with the process."""
+
+
+def _serving(setting: Setting, model: Model, index: Index) -> Serving:
+    if setting.spec["task"] == TEXT_GENERATION:
+        if setting.spec["engine"] != "transformers":
+            raise OmniError(
+                setting.subject,
+                "engine python has no text-generation",
+                "use engine transformers, or task infer with a generator",
+                reason=Reason.INVALID_MANIFEST,
+            )
+        from omnimodel.runtime.generation.serving import TextGeneration
+
+        return TextGeneration(setting, model, index)
+    return Prediction(setting, model)
+
+
+def make_model(spec: Mapping[str, Any], dtype: str, device: str) -> Model:
+    """The handler of a spec: the user's, or the built-in one of the task.
+
+    Raises:
+        HandlerError: it cannot be loaded.
+    """
+    subject = subject_of(spec)
+    handler = spec.get("handler") or {}
+    entry = handler.get("entry")
+    if entry:
+        paths = (spec.get("environment") or {}).get("paths") or []
+        kind = load_class(subject, entry, handler.get("files") or {}, paths)
+    elif spec["engine"] == "transformers":
+        from omnimodel.runtime.engines.transformers import HANDLERS
+
+        kind = HANDLERS[spec["task"]]
+    else:
+        raise HandlerError(subject, "engine python needs runtime.handler", "name a class, module:Class")
+    with calling(subject, f"{kind.__name__}()"):
+        if inspect.signature(kind).parameters:
+            raise HandlerError(subject, f"{kind.__name__}.__init__ takes arguments", "use load() instead")
+        model = kind()
+    model.options = dict(spec.get("options") or {})
+    model.files = dict(handler.get("files") or {})
+    model.dtype = publishing.torch_dtype(subject, dtype or "auto")
+    model.device = "cpu" if device == "host" else device
+    return model
+
+
+def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """See `engines.publish`."""
+    spec = command.spec
+    subject = subject_of(spec)
+    began = time.perf_counter()
+    if spec.get("quantization") not in (None, "", "none"):
+        raise OmniError(
+            subject,
+            f"engine {spec['engine']} has no quantization {spec['quantization']}",
+            "leave runtime.quantization out",
+            reason=Reason.INVALID_MANIFEST,
+        )
+    set_threads(command.threads)
+    model = make_model(spec, command.dtype, "host")
+    metadata: dict[str, Any] = {"engine": spec["engine"], "task": spec["task"]}
+    if spec["task"] != TEXT_GENERATION and hasattr(model, "predict"):
+        try:
+            found = signature.read(model.predict)
+        except signature.SignatureProblem as error:
+            raise HandlerError(subject, str(error), "annotate predict()") from error
+        described = tasks.describe(name_of(spec), spec["engine"], spec["task"], found)
+        metadata |= {"inputs": described["inputs"], "outputs": described["outputs"]}
+    # A python handler builds in the dtypes that its weights have, unless the manifest names one; the library's own
+    # models are loaded in the right dtype, and keep what must stay precise.
+    cast = model.dtype if spec["engine"] == "python" and spec.get("dtype") not in (None, "", "auto") else None
+    output = Path(command.output)
+    index = publishing.publish(
+        subject, model, Source(command.source), output, cast=cast, metadata=metadata, progress=progress
+    )
+    return {
+        "weightsBytes": index.weights_bytes,
+        "tensors": len(index.tensors),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def _window(setting: Setting, index: Index) -> Window | None:
+    if not index.bytes:
+        return None
+    if index.bytes > setting.image_bytes:
+        raise ImageError(setting.subject, f"its image has {index.bytes} bytes, the agent said {setting.image_bytes}")
+    frames = -(-setting.image_bytes // setting.frame_bytes)
+    if setting.device.startswith("cuda"):
+        from omnimodel.memory.devices.cuda_window import CudaWindow
+
+        window: Window = CudaWindow(setting.device, frames, setting.frame_bytes)
+        return window
+    from omnimodel.memory.devices.host_window import HostWindow
+
+    return HostWindow(frames, setting.frame_bytes)
+
+
+def set_threads(threads: int) -> None:
+    """How many threads a forward pass of the calling thread may use."""
+    if threads > 0:
+        torch.set_num_threads(threads)
+
+
+def trim_heap() -> None:
+    """Give free heap pages back to the system."""
+    _libc.malloc_trim(0)

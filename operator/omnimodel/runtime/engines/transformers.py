@@ -1,0 +1,275 @@
+"""The built-in handlers: models of the transformers library, from a checkpoint folder or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from omnimodel.errors import ImageError, SourceError
+from omnimodel.runtime.engines import TEXT_GENERATION
+from omnimodel.runtime.requests import RequestError
+from omnimodel.runtime.sdk import Audio, Model, Source
+from omnimodel.runtime.tasks import CLASSIFICATION, EMBEDDINGS, TRANSCRIPTION
+
+if TYPE_CHECKING:
+    import tokenizers
+
+log = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 8
+_BATCH = 32
+_WHISPER_SECONDS = 30
+
+
+class Pretrained(Model):
+    """What all of them share."""
+
+    auto = ""  # the library's class that finds the model's class by its configuration
+    drops_pooler = False  # its weights are often missing, and nothing reads what it makes
+
+    def build(self) -> torch.nn.Module:
+        """The library's model for the published configuration."""
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(self.assets, local_files_only=True)
+        module = getattr(transformers, self.auto).from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+        fitted: torch.nn.Module = self._fitted(module)
+        return fitted
+
+    def publish(self, source: Source) -> torch.nn.Module:
+        """Load the checkpoint the library's way, and keep its configuration and tokenizer."""
+        import transformers
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        folder, gguf = _checkpoint(source)
+        from_file = {"gguf_file": gguf} if gguf else {}
+        subject = f"source {source.path.name}"
+        try:
+            module, info = getattr(transformers, self.auto).from_pretrained(
+                folder, dtype=self.dtype, local_files_only=True, output_loading_info=True, **from_file
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:600]
+            raise ImageError(subject, f"transformers cannot load it: {text}", "correct source or task") from error
+        module = self._fitted(module)
+        missing = [name for name in info["missing_keys"] if not (self.drops_pooler and "pooler." in name)]
+        if missing:
+            raise ImageError(subject, f"it has no values for {_some(missing)}", "use a checkpoint made for this task")
+        if info["unexpected_keys"]:
+            log.warning("tensors left out names=%s", _some(list(info["unexpected_keys"])))
+        module.config.save_pretrained(self.assets)
+        if getattr(module, "generation_config", None) is not None and module.can_generate():
+            module.generation_config.save_pretrained(self.assets)
+        self.keep(folder, from_file)
+        found: torch.nn.Module = module
+        return found
+
+    def keep(self, folder: Path, from_file: dict[str, str]) -> None:
+        """Write what else serving needs into the assets."""
+        import transformers
+
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **from_file)
+        except (OSError, ValueError, KeyError) as error:
+            text = " ".join(str(error).split())[:400]
+            raise ImageError(f"source {folder.name}", f"its tokenizer cannot be loaded: {text}") from error
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ImageError(f"source {folder.name}", "its tokenizer has no fast version", "add a tokenizer.json")
+        tokenizer.save_pretrained(self.assets)
+        described = {
+            "chatTemplate": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+            "specialTokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "maxLength": min(int(tokenizer.model_max_length), 1 << 31),
+        }
+        (self.assets / TOKENS_FILE).write_text(json.dumps(described), encoding="utf-8")
+
+    def _fitted(self, module: Any) -> Any:
+        if self.drops_pooler and getattr(module, "pooler", None) is not None:
+            module.pooler = None
+        return module
+
+
+TOKENS_FILE = "tokens.json"
+
+
+class TextGeneration(Pretrained):
+    """A causal language model; `generation.serving` answers with it."""
+
+    auto = "AutoModelForCausalLM"
+
+
+class Encoder(Pretrained):
+    """A model over whole texts."""
+
+    def load(self) -> None:
+        """The tokenizer is loaded with the first request: it is larger than all the rest of an idle process."""
+        self._tokenizer: tokenizers.Tokenizer | None = None
+        described = json.loads((self.assets / TOKENS_FILE).read_text(encoding="utf-8"))
+        config = self.module.config
+        self._longest = min(described["maxLength"], getattr(config, "max_position_embeddings", 1 << 31))
+        self._padding = int(config.pad_token_id or 0)
+
+    def encode(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """Token ids and attention mask, padded to the longest text.
+
+        Raises:
+            RequestError: a text is longer than the model can read.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = read_tokenizer(self.assets)
+        encoded = self._tokenizer.encode_batch(texts)
+        for index, encoding in enumerate(encoded):
+            if len(encoding.ids) > self._longest:
+                if not self.options.get("truncate"):
+                    raise RequestError(
+                        f"Invalid value for input: text {index} has {len(encoding.ids)} tokens, "
+                        f"the model reads at most {self._longest}",
+                        param="input",
+                        code="context_length_exceeded",
+                    )
+                encoding.truncate(self._longest)
+        width = max(len(encoding.ids) for encoding in encoded)
+        ids = torch.full((len(texts), width), self._padding, dtype=torch.long)
+        mask = torch.zeros((len(texts), width), dtype=torch.long)
+        for row, encoding in enumerate(encoded):
+            ids[row, : len(encoding.ids)] = torch.tensor(encoding.ids)
+            mask[row, : len(encoding.ids)] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def count_tokens(self, texts: list[str]) -> int:
+        """Tokens of texts, for `usage`."""
+        assert self._tokenizer is not None
+        return sum(len(encoding.ids) for encoding in self._tokenizer.encode_batch(texts))
+
+
+class Embeddings(Encoder):
+    """Embeddings; `options.pooling` is mean (default), cls or last, `options.normalize` is true by default."""
+
+    auto = "AutoModel"
+    drops_pooler = True
+
+    def predict(self, inputs: list[str]) -> np.ndarray[Any, Any]:
+        """One vector a text."""
+        pooling = self.options.get("pooling", "mean")
+        rows = []
+        for start in range(0, len(inputs), _BATCH):
+            encoded = self.encode(inputs[start : start + _BATCH])
+            hidden = self.module(**encoded).last_hidden_state.float()
+            mask = encoded["attention_mask"]
+            if pooling == "cls":
+                vectors = hidden[:, 0]
+            elif pooling == "last":
+                vectors = hidden[torch.arange(len(hidden)), mask.sum(1) - 1]
+            else:
+                vectors = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+            if self.options.get("normalize", True):
+                vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            rows.append(vectors.numpy())
+        return np.concatenate(rows)
+
+
+class TextClassification(Encoder):
+    """Labels of texts with their scores."""
+
+    auto = "AutoModelForSequenceClassification"
+
+    def predict(self, inputs: list[str]) -> list[dict[str, float]]:
+        """Every label's score, per text."""
+        labels = self.module.config.id2label
+        several = self.module.config.problem_type == "multi_label_classification" or len(labels) == 1
+        answers = []
+        for start in range(0, len(inputs), _BATCH):
+            logits = self.module(**self.encode(inputs[start : start + _BATCH])).logits.float()
+            scores = logits.sigmoid() if several else logits.softmax(-1)
+            answers += [{str(labels[i]): float(score) for i, score in enumerate(row)} for row in scores]
+        return answers
+
+
+class SpeechRecognition(Pretrained):
+    """A Whisper model."""
+
+    auto = "AutoModelForSpeechSeq2Seq"
+
+    def keep(self, folder: Path, from_file: dict[str, str]) -> None:
+        """The tokenizer and the feature extractor's configuration."""
+        super().keep(folder, from_file)
+        name = "preprocessor_config.json"
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, self.assets / name)
+
+    def load(self) -> None:
+        """The feature extractor and the tokenizer come with the first request."""
+        self._processor: Any = None
+
+    def predict(self, audio: Audio, language: str | None = None) -> str:
+        """The text of a recording, 30 seconds at a time."""
+        import transformers
+
+        if self._processor is None:
+            extractor = transformers.WhisperFeatureExtractor(feature_size=self.module.config.num_mel_bins)
+            self._processor = (extractor, read_tokenizer(self.assets))
+        extractor, tokenizer = self._processor
+        options: dict[str, Any] = {}
+        if getattr(self.module.generation_config, "is_multilingual", False):
+            options = {"task": "transcribe", **({"language": language} if language else {})}
+        elif language not in (None, "en", "english"):
+            raise RequestError(f"Invalid value for language: the model knows en only, not {language}", param="language")
+        size = _WHISPER_SECONDS * audio.rate
+        texts = []
+        for start in range(0, max(len(audio.samples), 1), size):
+            part = audio.samples[start : start + size]
+            features = extractor(part, sampling_rate=audio.rate, return_tensors="pt").input_features
+            tokens = self.module.generate(features.to(self.dtype), do_sample=False, num_beams=1, **options)
+            texts.append(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True).strip())
+        return " ".join(text for text in texts if text)
+
+
+HANDLERS: dict[str, type[Model]] = {
+    TEXT_GENERATION: TextGeneration,
+    EMBEDDINGS: Embeddings,
+    CLASSIFICATION: TextClassification,
+    TRANSCRIPTION: SpeechRecognition,
+}
+
+
+def read_tokenizer(assets: Path) -> tokenizers.Tokenizer:
+    """The published tokenizer."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(assets / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _checkpoint(source: Source) -> tuple[Path, str]:
+    """The folder of a checkpoint, and the name of the GGUF file in it when it is one."""
+    if source.path.is_file():
+        if source.path.suffix == ".gguf":
+            return source.path.parent, source.path.name
+        raise SourceError(f"source {source.path.name}", "it is no GGUF file", "give the checkpoint's folder")
+    configs = [file for file in source.files("config.json") if list(file.parent.glob("*.safetensors*"))]
+    configs = configs or [file for file in source.files("config.json") if list(file.parent.glob("*.bin"))]
+    if (source.path / "config.json") in configs:
+        return source.path, ""
+    if len(configs) == 1:
+        return configs[0].parent, ""
+    gguf = source.files("*.gguf")
+    if not configs and len(gguf) == 1:
+        return gguf[0].parent, gguf[0].name
+    found = f"{len(configs)} checkpoint folders and {len(gguf)} GGUF files"
+    raise SourceError(
+        f"source {source.path.name}", f"it has {found}, and must have exactly one", "name one with source…path"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+    return ", ".join(sorted(names)[:_NAMED_AT_MOST]) + more

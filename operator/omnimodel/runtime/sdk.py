@@ -1,0 +1,175 @@
+"""What a handler is written with: a `Model` that builds a module, says where its weights come from, and predicts."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnimodel.errors import Reason, SourceError
+from omnimodel.runtime.requests import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor as Weights  # Source.torch hides the module's name
+
+__all__ = ["Audio", "Model", "RequestError", "Source", "Tensor"]
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Audio:
+    """Sound: mono float32 `samples` between -1 and 1, `rate` of them a second. What comes in has 16,000."""
+
+    samples: np.ndarray[Any, Any]
+    rate: int = 16_000
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Datatype and shape of an array in a signature: `Annotated[np.ndarray, Tensor("FP32", (-1, 224, 224, 3))]`.
+
+    Args:
+        datatype: of the Open Inference Protocol: BOOL, INT8 … INT64, UINT8 … UINT64, FP16, FP32, FP64, BYTES.
+        shape: -1 stands for any length.
+    """
+
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class Source:
+    """The files that a model is published from; read-only.
+
+    Args:
+        path: the file or folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def files(self, *patterns: str) -> list[Path]:
+        """Every file whose path below the source, or whose name, matches one of the patterns; in order of path."""
+        if self.path.is_file():
+            return [self.path] if any(fnmatch.fnmatch(self.path.name, pattern) for pattern in patterns) else []
+        found = []
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                file = Path(folder, name)
+                relative = str(file.relative_to(self.path))
+                if any(fnmatch.fnmatch(relative, pattern) or fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                    found.append(file)
+        return sorted(found)
+
+    def file(self, *patterns: str) -> Path:
+        """The one file that matches.
+
+        Raises:
+            SourceError: none does, or several do.
+        """
+        found = self.files(*patterns)
+        if len(found) == 1:
+            return found[0]
+        wanted = " or ".join(patterns)
+        if not found:
+            raise SourceError(f"source {self.path.name}", f"it has no file {wanted}", "correct `source` or the handler")
+        names = ", ".join(str(file.relative_to(self.path)) for file in found[:5])
+        raise SourceError(
+            f"source {self.path.name}", f"{len(found)} files match {wanted}: {names}", "give a narrower pattern"
+        )
+
+    def safetensors(self, *patterns: str) -> Mapping[str, Weights]:
+        """Tensors of a safetensors file, or of all that match when they are shards of one checkpoint; mapped."""
+        from omnimodel.memory.readers import safetensors
+
+        shards = self.files(*(patterns or ("*.safetensors",)))
+        if len(shards) < 2 or patterns:
+            return dict(safetensors.read(self.file(*(patterns or ("*.safetensors",)))))
+        merged: dict[str, Weights] = {}
+        for shard in shards:
+            merged.update(safetensors.read(shard))
+        return merged
+
+    def torch(self, *patterns: str) -> Any:
+        """What a torch checkpoint holds, loaded with `weights_only`, so that no code in it runs; mapped."""
+        from omnimodel.memory.readers import checkpoint
+
+        return checkpoint.read(self.file(*(patterns or tuple(f"*{suffix}" for suffix in _TORCH_SUFFIXES))))
+
+    def gguf(self, *patterns: str) -> Mapping[str, Weights]:
+        """Tensors of a GGUF file under their GGUF names, dequantized to float32 one at a time as they are read."""
+        from omnimodel.memory.readers import gguf
+
+        found: Mapping[str, Weights] = gguf.read(self.file(*(patterns or ("*.gguf",))))
+        return found
+
+    def weights(self) -> Mapping[str, Weights]:
+        """The tensors of the only checkpoint in the source, whatever its format.
+
+        Raises:
+            SourceError: there is none, or there are several.
+        """
+        if self.files("*.safetensors"):
+            return self.safetensors()
+        if self.files("*.gguf"):
+            return self.gguf()
+        found = self.torch()
+        for key in ("state_dict", "model_state_dict", "model"):
+            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+                found = found[key]
+        if not isinstance(found, Mapping):
+            raise SourceError(
+                f"source {self.path.name}",
+                f"the checkpoint holds a {type(found).__name__} and no mapping of names to tensors",
+                "return the mapping from the handler's weights()",
+                reason=Reason.BAD_ARTIFACT,
+            )
+        tensors: Mapping[str, Weights] = found
+        return tensors
+
+
+class Model:
+    """A model: subclass it, say how it is built and what it answers.
+
+    Attributes:
+        options: `runtime.options` of the manifest.
+        files: the inline files of the manifest, by name.
+        assets: folder of small files published with the weights (tokenizer, configuration). `weights()` may write
+            into it; everything after that reads it.
+        dtype: torch dtype of the floating-point weights, as the manifest and the machine decide.
+        device: where the module runs.
+        module: the module, once there is one.
+    """
+
+    options: Mapping[str, Any]
+    files: Mapping[str, str]
+    assets: Path
+    dtype: torch.dtype
+    device: str
+    module: Any = None
+
+    def build(self) -> torch.nn.Module | None:
+        """Make the module without weights. Called under `torch.device("meta")` when serving, on the CPU to publish.
+
+        Everything that a forward pass reads must be a parameter or a buffer. None means that the model keeps its
+        weights in the process (they count as its private memory, and no evict takes them away).
+        """
+        raise NotImplementedError
+
+    def weights(self, source: Source) -> Mapping[str, Any]:
+        """Publish only: the values of the module's parameters and persistent buffers by name (tensors or arrays)."""
+        return source.weights()
+
+    def publish(self, source: Source) -> torch.nn.Module | None:
+        """Publish only: the module with its weights, on the CPU. Override it when `weights` does not fit."""
+        from omnimodel.runtime.publishing import ordinary
+
+        return ordinary(self, source)
+
+    def load(self) -> None:
+        """Serving only, once, when the module is bound: tokenizers and the like. Weights cannot be read yet."""
