@@ -95,8 +95,9 @@ def _main() -> None:
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         text = pipe.read()
-    _, _status = os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
     body = json.loads(text) if text else {"level": "", "missing": [], "error": "it said nothing"}
+    sys.stdout.write(json.dumps({**body, "status": os.waitstatus_to_exitcode(status)}) + "\n")
 
 
 if __name__ == "__main__":
