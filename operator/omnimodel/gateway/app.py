@@ -1,0 +1,177 @@
+"""The gateway as an application, and how it listens and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from omnimodel.errors import OmniError
+from omnimodel.gateway import admin_routes, inference_routes, openai_routes
+from omnimodel.gateway.gateway import GATEWAY, Gateway
+from omnimodel.gateway.refusals import RequestError, error_body, error_headers, status_of
+from omnimodel.gateway.settings import Settings
+from omnimodel.protocol.admin import Admin
+from omnimodel.protocol.dispatch import Backend
+
+log = logging.getLogger(__name__)
+
+_PAGE_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+
+
+def create_app(
+    backend: Backend,
+    admin: Admin,
+    *,
+    settings: Settings | None = None,
+    metrics_registry: CollectorRegistry | None = None,
+) -> web.Application:
+    """Make the application. `serve` listens with it; another runner must set `handler_cancellation`.
+
+    Args:
+        backend: the agent.
+        admin: the running system.
+        settings: limits and times.
+        metrics_registry: what /metrics shows; one of its own if there is none.
+    """
+    app = web.Application(client_max_size=0, middlewares=[_refusals])
+    app[GATEWAY] = Gateway(backend, admin, settings or Settings(), metrics_registry or CollectorRegistry())
+    app.router.add_routes(openai_routes.routes())
+    app.router.add_routes(inference_routes.routes())
+    app.router.add_routes(admin_routes.routes())
+    app.router.add_routes(
+        [
+            web.get("/", _page),
+            web.get("/healthz", _healthz),
+            web.get("/readyz", _readyz),
+            web.get("/metrics", _metrics),
+        ]
+    )
+    app.on_shutdown.append(_close)
+    return app
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A gateway that listens: `close` ends it in stages."""
+
+    address: str
+    port: int
+    _runner: web.AppRunner
+
+    async def close(self) -> None:
+        """Take no more requests, let those in flight end within the time that the settings give, cut off the rest."""
+        await self._runner.cleanup()
+
+
+async def serve(app: web.Application, host: str, port: int) -> Listening:
+    """Listen.
+
+    Args:
+        app: made by `create_app`.
+        host: name or address.
+        port: 0 takes a free one.
+
+    Raises:
+        OmniError: the address cannot be listened on.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that goes away ends what is done for it
+        access_log=None,
+        shutdown_timeout=app[GATEWAY].settings.drain_seconds,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise OmniError(
+            f"address {host}:{port}",
+            f"cannot be listened on: {error.strerror or error}",
+            "choose another with --listen",
+        ) from error
+    bound = runner.addresses[0]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("listening host=%s port=%d", host, bound[1])
+    return Listening(f"http://{shown}:{bound[1]}", bound[1], runner)
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every refusal and failure becomes an error object of the protocol of its path."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        error: Exception = RequestError(
+            f"there is no {request.method} {request.path}",
+            "see docs/ for the endpoints",
+            status=404,
+            code="no_such_endpoint",
+        )
+    except web.HTTPMethodNotAllowed as refused:
+        error = RequestError(
+            f"{request.path} does not take {request.method}",
+            f"use {' or '.join(sorted(refused.allowed_methods - {'HEAD'}))}",
+            status=405,
+            code="method_not_allowed",
+        )
+    except web.HTTPException:
+        raise
+    except OmniError as refused:
+        error = refused
+    except Exception as failure:
+        log.exception("failed path=%s", request.path)
+        error = failure
+    status = status_of(error)
+    if status >= 500:
+        log.info("refused path=%s status=%d error=%s", request.path, status, error)
+    return web.Response(status=status, body=error_body(error, request.path), headers=error_headers(error))
+
+
+async def _close(app: web.Application) -> None:
+    app[GATEWAY].closing.set()
+
+
+async def _page(_: web.Request) -> web.Response:
+    page = await asyncio.to_thread((Path(__file__).parent / "page.html").read_bytes)
+    return web.Response(body=page, headers=_PAGE_HEADERS)
+
+
+async def _healthz(_: web.Request) -> web.Response:
+    return web.json_response({"ok": True})
+
+
+async def _readyz(request: web.Request) -> web.Response:
+    """Ready while it takes requests and a pool serves; one broken model of a catalogue does not change that."""
+    gateway = request.app[GATEWAY]
+    reasons = ["the gateway is being stopped"] if gateway.closing.is_set() else []
+    pools = [item.get("status") or {} for item in gateway.admin.objects("OmniPool")]
+    unready = [status for status in pools if _condition(status, "Ready") == "False"]
+    if pools and len(unready) == len(pools):
+        reasons.append("no pool is ready")
+    body = json.dumps({"ready": not reasons, "reasons": reasons})
+    return web.Response(text=body, content_type="application/json", status=503 if reasons else 200)
+
+
+def _condition(status: object, kind: str) -> str:
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    return next((str(entry.get("status")) for entry in conditions or () if entry.get("type") == kind), "")
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    measures = request.app[GATEWAY].measures
+    measures.forget_gone_models()
+    return web.Response(body=generate_latest(measures.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
