@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from omnimodel.api.meta import API_VERSION, GROUP, VERSION, Condition, Metadata, OwnerReference, Part, Resource
 from omnimodel.api.model import Limits, ModelSpec, OmniModel, Replicas, Residency, Resources, ServedName
+from omnimodel.api.parse import KINDS, Place, parse, validate
 from omnimodel.api.pool import OmniPool, PoolSpec, Volume
 from omnimodel.api.priority import PRIORITIES, priority_number
 from omnimodel.api.process import OmniProcess, ProcessLimits, ProcessSpec, ProcessStatus
 from omnimodel.api.status import Footprint, IsolationStatus, ModelStatus, PoolStatus, ResidencyEntry
-
-KINDS: dict[str, type[Resource]] = {"OmniModel": OmniModel, "OmniPool": OmniPool, "OmniProcess": OmniProcess}
 
 __all__ = [
     "API_VERSION",
@@ -33,6 +32,7 @@ __all__ = [
     "OmniProcess",
     "OwnerReference",
     "Part",
+    "Place",
     "PoolSpec",
     "PoolStatus",
     "ProcessLimits",
@@ -45,5 +45,7 @@ __all__ = [
     "Resources",
     "ServedName",
     "Volume",
+    "parse",
     "priority_number",
+    "validate",
 ]
