@@ -1,0 +1,327 @@
+"""The agent as controllers and gateways use it: desired processes in, answers and reports out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from omnimodel.agent.broker import Broker, DeviceMemory
+from omnimodel.agent.confinement import remove_mounts, serving_request
+from omnimodel.agent.events import EventLog
+from omnimodel.agent.ingress import Ingress
+from omnimodel.agent.instance import Instance
+from omnimodel.agent.layout import Layout
+from omnimodel.agent.logs import follow_log
+from omnimodel.agent.model import Model
+from omnimodel.agent.preparation import Preparation
+from omnimodel.agent.process import ModelProcess
+from omnimodel.agent.spawner import Spawner
+from omnimodel.agent.supply import Supply, supply
+from omnimodel.api import OmniPool, OmniProcess
+from omnimodel.errors import DispatchError, IsolationError, OmniError, Reason
+from omnimodel.isolation import Level, Reached
+from omnimodel.memory.arena import Arena
+from omnimodel.memory.devices import open_device
+from omnimodel.memory.frames import FramePool
+from omnimodel.memory.ledger import Kind, Ledger
+from omnimodel.protocol.dispatch import Estimate, InferenceRequest, InferenceResponse, ModelCard
+from omnimodel.protocol.report import AgentReport, PoolReport
+
+log = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 0.1  # changes closer together are told once
+_REMOVE_SECONDS = 600.0
+
+
+class Agent:
+    """Serves the models of one pool on this machine.
+
+    Args:
+        state_dir: where it keeps images, environments and logs.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self.layout = Layout(state_dir.resolve())
+        self.events = EventLog()
+        self.ingress = Ingress(self._serving)
+        self._node = os.environ.get("OMNI_NODE_NAME") or socket.gethostname()
+        self._spawner: Spawner | None = None
+        self._broker: Broker | None = None
+        self._preparation: Preparation | None = None
+        self._supply: Supply | None = None
+        self._pool: OmniPool | None = None
+        self._models: dict[str, Model] = {}
+        self._removing: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._revisions = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._refusal: OmniError | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Clean what an earlier agent left behind, find out what the machine allows, start the first zygote."""
+        await asyncio.to_thread(self.layout.make)
+        self._spawner = await Spawner.open(self.layout.root)
+        # Nothing waits for it: the first fork does, if it comes before.
+        self._removing.add(asyncio.create_task(self._warm_up(self._spawner), name="first zygote"))
+
+    async def _warm_up(self, spawner: Spawner) -> None:
+        try:
+            report = await spawner.zygotes.start()
+        except OmniError as error:
+            log.warning("zygote_failed error=%r", str(error))
+            return
+        if self._broker is not None:
+            self._broker.memory.ledger.host.set("zygote", Kind.ZYGOTE, report.private_bytes)
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Let requests in flight finish for at most `drain_seconds`, then end every process and free everything."""
+        self.ingress.close("the system is stopping")
+        lines = [model.serving.line for model in self._models.values()]
+        for line in lines:
+            line.refuse(_stopping)
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await asyncio.gather(*(line.quiet() for line in lines))
+        except TimeoutError:
+            log.warning("drain_late in_flight=%d", sum(line.in_flight for line in lines))
+        await asyncio.gather(*(model.halt() for model in self._models.values()))
+        for task in self._removing:
+            task.cancel()
+        await asyncio.gather(*self._removing, return_exceptions=True)
+        if self._broker is not None:
+            await self._broker.close()
+        if self._spawner is not None:
+            await self._spawner.close()
+        for model in self._models.values():
+            for instance in model.instances:
+                await instance.kill()
+        if self._broker is not None:
+            memory = self._broker.memory
+            await memory.arena.close()
+            await memory.frames.close()
+            await asyncio.to_thread(memory.device.close)
+
+    # What controllers ask
+
+    async def apply(self, processes: Sequence[OmniProcess], pool: OmniPool) -> None:
+        """Make these processes, and no others, the ones that are kept available. Returns before they are.
+
+        Raises:
+            OmniError: the pool cannot be served on this machine; what runs goes on.
+        """
+        self._serve(pool)
+        wanted = {process.key: process for process in processes if not process.spec.suspend}
+        for key in [key for key in self._models if key not in wanted]:
+            self._remove(self._models.pop(key))
+        for key, process in wanted.items():
+            spec = process.spec.to_dict()
+            if key in self._models:
+                self._models[key].revise(spec)
+            else:
+                self._models[key] = self._model(key, spec)
+        self._tell_change()
+
+    def _serve(self, pool: OmniPool) -> None:
+        assert self._spawner is not None
+        if self._pool is not None and self._pool.spec == pool.spec:
+            return
+        found = supply(pool)
+        self._refusal = self._too_weak(pool, self._spawner.reached)
+        self._pool = pool
+        if self._broker is None:
+            device = open_device(found.device, found.frame_bytes)
+            ledger = Ledger(found.budget_bytes, found.host_bytes, found.frame_bytes)
+            frames = FramePool(device, ledger.device)
+            self._supply = found
+            self._broker = Broker(
+                DeviceMemory(device, ledger, frames, Arena(device, ledger.host)), self.events, changed=self._tell_change
+            )
+            self._preparation = Preparation(self.layout, self._spawner, found.device, found.frame_bytes, found.threads)
+            self._broker.start()
+        elif self._supply is not None and found != self._supply:
+            self._broker.resize(found.budget_bytes, found.host_bytes)
+            self._supply = found
+
+    @staticmethod
+    def _too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
+        minimum = Level(pool.spec.isolation.level if pool.spec.isolation else Level.PROCESS)
+        if reached.level.strength >= minimum.strength:
+            return None
+        return IsolationError(
+            pool.subject,
+            f"isolation.level {minimum} is asked for, this machine gives {reached.level} ({'; '.join(reached.missing)})",
+            "allow a lower isolation.level, or give the agent the privileges that are missing",
+        )
+
+    def _model(self, key: str, spec: dict[str, Any]) -> Model:
+        assert self._broker is not None
+        assert self._preparation is not None
+        return Model(
+            key,
+            self._instance(spec, key),
+            make=lambda newer: self._instance(newer, f"{key}@{next(self._revisions)}"),
+            broker=self._broker,
+            preparation=self._preparation,
+            layout=self.layout,
+            changed=self._tell_change,
+        )
+
+    def _instance(self, spec: dict[str, Any], name: str) -> Instance:
+        assert self._broker is not None
+        return Instance(name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._broker.on_exit)
+
+    def _remove(self, model: Model) -> None:
+        task = asyncio.create_task(model.remove(_REMOVE_SECONDS), name=f"remove {model.key}")
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
+        namespace, name = model.key.split("/", 1)
+        self.events.add("OmniModel", namespace, name, "Removed", "it is no longer in the catalogue")
+
+    async def _spawn(self, instance: Instance) -> ModelProcess:
+        assert self._spawner is not None
+        assert instance.prepared is not None
+        if self._refusal is not None:
+            raise self._refusal
+        memory_bytes = instance.spec["limits"]["memoryBytes"] or instance.working_bytes
+        request = serving_request(
+            instance.subject,
+            instance.spec,
+            self.layout,
+            instance.prepared,
+            memory_bytes=memory_bytes,
+            number=next(self._numbers),
+        )
+        process = await self._spawner.spawn(request)
+        process.released.add_done_callback(lambda _: remove_mounts(self.layout, process.instance))
+        return process
+
+    async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
+        """See `protocol.admin.Admin`."""
+        instance = self._found(namespace, name).serving
+        assert self._broker is not None
+        await self._broker.wake(instance, deadline_seconds)
+        return {"tier": instance.tier, "wakeSeconds": instance.last_wake_seconds}
+
+    async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
+        """See `protocol.admin.Admin`."""
+        instance = self._found(namespace, name).serving
+        assert self._broker is not None
+        if instance.residency.keep_resident:
+            raise DispatchError(
+                instance.subject,
+                "its manifest says residency.keepResident",
+                "remove that first",
+                reason=Reason.SHARES_WITH_KEPT,
+                status=409,
+            )
+        await self._broker.evict(instance, deadline_seconds, "evicted by hand")
+        return {"tier": instance.tier, "evictSeconds": instance.last_evict_seconds}
+
+    def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
+        """See `protocol.admin.Admin`."""
+        self._found(namespace, name)
+        return follow_log(self.layout.log(namespace, name), tail=tail, follow=follow)
+
+    def _found(self, namespace: str, name: str) -> Model:
+        model = self._models.get(f"{namespace}/{name}")
+        if model is None:
+            raise _unknown(f"{namespace}/{name}")
+        return model
+
+    # What a gateway asks (`protocol.dispatch.Backend`)
+
+    def models(self) -> Sequence[ModelCard]:
+        """Every model, in the order of their names."""
+        return [model.card() for _, model in sorted(self._models.items())]
+
+    def open(self, request: InferenceRequest) -> AbstractAsyncContextManager[InferenceResponse]:
+        """See `protocol.dispatch.Backend`."""
+        return self.ingress.open(request)
+
+    def estimate(self, model: str) -> Estimate:
+        """See `protocol.dispatch.Backend`."""
+        return self.ingress.estimate(model)
+
+    def _serving(self, name: str) -> Instance:
+        model = self._models.get(name if "/" in name else f"default/{name}")
+        if model is None:
+            raise _unknown(name)
+        return model.serving
+
+    # What is reported
+
+    def report(self) -> AgentReport:
+        """Everything at this moment."""
+        return AgentReport(self._pool_report(), tuple(model.report() for _, model in sorted(self._models.items())))
+
+    def _pool_report(self) -> PoolReport:
+        reached = self._spawner.reached if self._spawner else None
+        broker = self._broker
+        name = self._pool.metadata.name if self._pool else ""
+        level, missing = (str(reached.level), reached.missing) if reached else ("", ())
+        if broker is None:
+            return PoolReport(
+                pool=name, node=self._node, device="", budget_bytes=0, resident_bytes=0, promised_bytes=0,
+                working_bytes=0, free_bytes=0, host_budget_bytes=0, host_bytes=0, arena_bytes=0, footprint_bytes=0,
+                isolation_level=level, isolation_missing=missing, ready=False,
+            )  # fmt: skip
+        account = broker.memory.ledger.snapshot()
+        footprint_bytes = sum(
+            model.serving.weights_bytes + model.serving.working_bytes
+            for model in self._models.values()
+            if model.serving.measured
+        )
+        return PoolReport(
+            pool=name,
+            node=self._node,
+            device=broker.memory.device.name,
+            budget_bytes=account.device.capacity_bytes,
+            resident_bytes=account.device.total_bytes(Kind.FRAMES),
+            promised_bytes=account.device.total_bytes(Kind.PROMISE),
+            working_bytes=account.device.total_bytes(Kind.WORKING),
+            free_bytes=account.device.free_bytes,
+            host_budget_bytes=account.host.capacity_bytes,
+            host_bytes=account.host.capacity_bytes - account.host.free_bytes,
+            arena_bytes=account.host.total_bytes(Kind.ARENA),
+            footprint_bytes=footprint_bytes,
+            isolation_level=level,
+            isolation_missing=missing,
+            ready=self._refusal is None,
+            reason=str(self._refusal.reason) if self._refusal else "",
+            message=str(self._refusal) if self._refusal else "",
+        )
+
+    async def wait_changed(self) -> None:
+        """Return when the report may have changed since the last call."""
+        await self._changed.wait()
+        self._changed.clear()
+        await asyncio.sleep(_REPORT_SECONDS)
+
+    def _tell_change(self) -> None:
+        self._changed.set()
+
+
+def _unknown(name: str) -> DispatchError:
+    return DispatchError(
+        f"OmniModel {name}", "there is no such model", "see omni get models", reason=Reason.MODEL_NOT_FOUND, status=404
+    )
+
+
+def _stopping() -> DispatchError:
+    return DispatchError(
+        "OmniModel",
+        "the system is stopping",
+        "try again later",
+        reason=Reason.DRAINING,
+        status=503,
+        retry_after_seconds=5,
+    )

@@ -1,0 +1,605 @@
+"""Decides and carries out who is on the device: one task asks the policy, one task a move does what it says.
+
+The broker is the only one that moves instances. A move (a wake with the evictions it needs, a start, a stop) is one
+task, and an instance is in one move at most, so that nothing is ever done twice at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from omnimodel.agent.instance import Instance, State
+from omnimodel.errors import DispatchError, OmniError, Reason
+from omnimodel.memory.ledger import Kind
+from omnimodel.placement.idle import IdleConstants, IdleModel, idle_steps
+from omnimodel.placement.residency import next_step
+from omnimodel.placement.state import Constants, Drain, ModelState, Step, worth
+
+if TYPE_CHECKING:
+    from omnimodel.agent.events import EventLog
+    from omnimodel.memory.arena import Arena
+    from omnimodel.memory.devices import Device, Frame
+    from omnimodel.memory.frames import FramePool
+    from omnimodel.memory.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+_RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
+_RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
+_ACCOUNTING_SECONDS = 1.0
+_COPY_SECONDS = 120.0  # no image takes that long to copy
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One device and the accounts of it."""
+
+    device: Device
+    ledger: Ledger
+    frames: FramePool
+    arena: Arena
+
+
+class Broker:
+    """See the module.
+
+    Args:
+        memory: of the device.
+        events: where moves are told to people.
+        changed: called when something that is reported may have changed.
+        constants: of the policy; the measured ones are kept up to date here.
+        idle: of the idle steps.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        events: EventLog,
+        *,
+        changed: Callable[[], None] = lambda: None,
+        constants: Constants | None = None,
+        idle: IdleConstants | None = None,
+    ) -> None:
+        self.memory = memory
+        self.instances: dict[str, Instance] = {}
+        self.constants = constants or Constants()
+        self.idle_constants = idle or IdleConstants()
+        self.reasons: dict[str, str] = {}
+        self.swaps = 0
+        self._events = events
+        self._changed = changed
+        self._drains: list[Drain] = []
+        self._moves: dict[str, asyncio.Task[None]] = {}
+        self._copying: str | None = None
+        self._measuring: str | None = None
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the device holds at most."""
+        return self.memory.ledger.device.capacity_bytes
+
+    def kick(self) -> None:
+        """Look again: something has changed."""
+        self._wake.set()
+        self._changed()
+
+    def start(self) -> None:
+        """Begin deciding."""
+        self._tasks = [
+            asyncio.create_task(self._run(), name="broker"),
+            asyncio.create_task(self._account(), name="accounting"),
+        ]
+
+    async def close(self) -> None:
+        """Decide nothing any more; moves under way are finished first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._moves.values(), return_exceptions=True)
+
+    # Deciding
+
+    async def _run(self) -> None:
+        look_again_at: float | None = None
+        while True:
+            timeout_seconds = None if look_again_at is None else max(0.0, look_again_at - time.monotonic())
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                look_again_at = self._decide()
+            except Exception:
+                log.exception("decision_failed")
+                look_again_at = time.monotonic() + 1.0
+
+    def _decide(self) -> float | None:
+        """Apply what the policy says until it says nothing; when to ask again."""
+        now = time.monotonic()
+        for instance in self.instances.values():
+            instance.admit()
+        times = [self._start_ahead(now), self._step_down(now)]
+        for _ in range(4 * len(self.instances) + 4):
+            if not self._drains and not any(self._wants(instance) for instance in self.instances.values()):
+                break
+            step = next_step(
+                now,
+                [self._state_of(instance, now) for instance in self.instances.values()],
+                self._free_bytes(),
+                self._drains,
+                self._copying,
+                self.constants,
+                budget_bytes=self.budget_bytes,
+            )
+            self.reasons = step.reasons
+            self._refuse(step.blocked)
+            if not step.acts:
+                times.append(step.look_again_at)
+                break
+            self._apply(step)
+        return min((at for at in times if at is not None), default=None)
+
+    @staticmethod
+    def _wants(instance: Instance) -> bool:
+        return instance.state is not State.RESIDENT and instance.wanted
+
+    def _state_of(self, instance: Instance, now: float) -> ModelState:
+        line, residency = instance.line, instance.residency
+        frozen = instance.state is State.FROZEN
+        return ModelState(
+            name=instance.name,
+            weights_bytes=instance.weights_bytes,
+            working_bytes=instance.working_bytes,
+            valid_bytes=self._valid_bytes(instance),
+            resident=instance.state is State.RESIDENT and not instance.leaving,
+            draining=instance.draining,
+            in_flight=line.in_flight,
+            queue=tuple(waiter.arrived_seconds for waiter in line.waiting),
+            background=sum(waiter.background for waiter in line.waiting),
+            owed=line.owed,
+            last_arrival=line.last_arrival_seconds,
+            gap=line.gap_seconds,
+            priority=residency.priority,
+            resident_since=instance.woken_seconds,
+            min_resident_until=instance.woken_seconds + residency.min_resident_seconds,
+            min_resident_seconds=residency.min_resident_seconds,
+            keep_resident=residency.keep_resident and instance.verified,
+            freezable=instance.freezable,
+            frozen_bytes=instance.working_bytes if frozen else 0,
+            frozen_since=instance.frozen_since_seconds if frozen else None,
+            wanted_since=instance.wanted_since_seconds,
+            loadable=self._loadable(instance, now),
+            start_seconds=instance.start_seconds,
+        )
+
+    def _loadable(self, instance: Instance, now: float) -> bool:
+        """Whether a wake can be tried now. Sizes that are not known yet are measured one model at a time."""
+        if instance.prepared is None or instance.name in self._moves or now < instance.retry_at_seconds:
+            return False
+        return instance.measured or self._measuring in {None, instance.name}
+
+    def _valid_bytes(self, instance: Instance) -> int:
+        image = instance.prepared.image if instance.prepared else None
+        if image is None or instance.state is State.RESIDENT:
+            return 0
+        return self.memory.frames.valid_frames(image.digest) * self.memory.device.frame_bytes
+
+    def _free_bytes(self) -> int:
+        """Budget less what is held and reserved; what victims on their way out still hold counts as free."""
+        held = sum(instance.held_bytes for instance in self.instances.values())
+        reserved = sum(
+            self.instances[drain.target].need_bytes for drain in self._drains if drain.target in self.instances
+        )
+        quarantined = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE)
+        return self.budget_bytes - quarantined - held - reserved
+
+    def _refuse(self, blocked: dict[str, str]) -> None:
+        """Answer at once for models that can never be resident as things are."""
+        for name, sentence in blocked.items():
+            instance = self.instances[name]
+            if instance.blocked != sentence:
+                instance.blocked = sentence
+                self._tell(instance, "Refused", sentence, warning=True)
+            instance.line.refuse(instance.refusal)
+        for instance in self.instances.values():
+            if instance.name not in blocked:
+                instance.blocked = ""
+
+    def _apply(self, step: Step) -> None:
+        for target in step.abandon:
+            self._forget_drain(target)
+        if step.drain:
+            assert step.target is not None
+            self._drains.append(Drain(step.target, step.drain))
+            for name in step.drain:
+                self.instances[name].draining = True
+        for_whom = step.wake or step.target or ""
+        leaving = [self._let_go(name, freeze=False, for_whom=for_whom) for name in step.evict]
+        leaving += [self._let_go(name, freeze=True, for_whom=for_whom) for name in step.freeze]
+        if step.wake:
+            self._forget_drain(step.wake)
+            instance = self.instances[step.wake]
+            instance.reserved = True
+            if not instance.foreign:
+                self._copying = step.wake
+            if not instance.measured:
+                self._measuring = step.wake
+            self._move(instance, self._wake_up(instance, leaving))
+
+    def _forget_drain(self, target: str) -> None:
+        for drain in self._drains:
+            if drain.target == target:
+                for name in drain.victims:
+                    if name in self.instances and not self.instances[name].leaving:
+                        self.instances[name].draining = False
+        self._drains = [drain for drain in self._drains if drain.target != target]
+
+    def _start_ahead(self, now: float) -> float | None:
+        """Start the processes of models that somebody waits for, so that they are warm when their turn comes."""
+        again_at = None
+        for instance in self.instances.values():
+            if instance.state is not State.COLD or instance.prepared is None or instance.name in self._moves:
+                continue
+            if not instance.wanted or instance.blocked:
+                continue
+            if now >= instance.retry_at_seconds:
+                self._move(instance, self._start(instance))
+            else:
+                again_at = min(again_at or instance.retry_at_seconds, instance.retry_at_seconds)
+        return again_at
+
+    def _step_down(self, now: float) -> float | None:
+        """Let go what nobody has used for a while."""
+        models = [
+            IdleModel(
+                name=instance.name,
+                resident=instance.state is State.RESIDENT,
+                busy=instance.line.busy
+                or instance.name in self._moves
+                or instance.wanted_since_seconds is not None
+                or not instance.verified,
+                idle_since=instance.idle_seconds,
+                evicted_since=instance.evicted_seconds,
+                private_bytes=self.memory.ledger.host.held_bytes(instance.name, Kind.PROCESS),
+                idle_after_seconds=instance.residency.idle_after_seconds,
+                idle_tier=instance.residency.idle_tier,
+                keep_resident=instance.residency.keep_resident,
+                priority=instance.residency.priority,
+                min_resident_until=instance.woken_seconds + instance.residency.min_resident_seconds,
+            )
+            for instance in self.instances.values()
+            if instance.state in {State.RESIDENT, State.WARM}
+        ]
+        step = idle_steps(now, models, self.idle_constants)
+        for name in sorted({*step.evict, *step.stop}):
+            instance = self.instances[name]
+            self._move(instance, self._go_down(instance, step.reasons[name], stop=name in step.stop))
+        return step.look_again_at
+
+    # Moving
+
+    def _move(self, instance: Instance, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("move_failed model=%s", instance.name)
+            finally:
+                if self._moves.get(instance.name) is asyncio.current_task():
+                    del self._moves[instance.name]
+                self.kick()
+
+        assert instance.name not in self._moves
+        task = asyncio.create_task(run(), name=f"move {instance.name}")
+        self._moves[instance.name] = task
+        return task
+
+    async def settle(self, instance: Instance) -> None:
+        """Wait until an instance is in no move."""
+        while (move := self._moves.get(instance.name)) is not None:
+            await asyncio.gather(move, return_exceptions=True)
+
+    async def _start(self, instance: Instance) -> None:
+        """COLD -> WARM; a failure is noted in the instance."""
+        try:
+            await instance.start()
+        except OmniError as error:
+            self._failed(instance, error)
+            return
+        self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
+        await self.measure(instance)
+
+    def _let_go(self, name: str, *, freeze: bool, for_whom: str) -> asyncio.Task[None]:
+        instance = self.instances[name]
+        instance.leaving, instance.freezing = True, freeze
+        why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
+        return self._move(instance, self._leave(instance, freeze=freeze, why=why))
+
+    async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
+        if instance.state is State.RESIDENT:
+            instance.leaving, instance.freezing = True, False
+            await self._leave(instance, freeze=False, why=why)
+        if stop and instance.state is State.WARM:
+            await instance.stop(why)
+            self.memory.ledger.forget(instance.name)
+            self._tell(instance, "Stopped", why)
+
+    async def _leave(self, instance: Instance, *, freeze: bool, why: str) -> None:
+        """RESIDENT -> WARM or FROZEN; a process that does not acknowledge is killed, and then its frames are free."""
+        began = time.perf_counter()
+        try:
+            await instance.evict(freeze=freeze, why=why)
+        except OmniError as error:
+            self.memory.frames.quarantine(instance.name)
+            late = OmniError(
+                instance.subject,
+                f"its process did not leave the device and was killed ({error.problem})",
+                f"see omni logs {instance.model}",
+                reason=Reason.EVICT_TIMEOUT,
+            )
+            await instance.kill(late)
+            return
+        finally:
+            instance.leaving = instance.freezing = False
+        self.memory.frames.release(instance.name)
+        if instance.state is not State.FROZEN:
+            self.memory.ledger.device.give_back(instance.name, Kind.WORKING)
+            await self.measure(instance)
+        instance.last_evict_seconds = time.perf_counter() - began
+        self._tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", why)
+
+    async def _wake_up(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> None:
+        """Bring an instance onto the device, after its victims have left it."""
+        try:
+            await asyncio.gather(*leaving, return_exceptions=True)
+            if instance.state is State.COLD:
+                await self._start(instance)
+            if instance.state in {State.WARM, State.FROZEN}:
+                await self._load(instance)
+        finally:
+            instance.reserved = False
+            if self._copying == instance.name:
+                self._copying = None
+            if instance.state is not State.RESIDENT:
+                self.end_measuring(instance)
+
+    async def _load(self, instance: Instance) -> None:
+        """WARM or FROZEN -> RESIDENT, or back; a process that does not map its frames is killed."""
+        account, pool = self.memory.ledger.device, self.memory.frames
+        prepared, process = instance.prepared, instance.process
+        assert prepared is not None
+        image = prepared.image
+        worth_of = self._worth_of_image
+        held_before = account.held_bytes(instance.name, Kind.WORKING)
+        instance.begin_wake()
+        copy_seconds = 0.0
+        frames: tuple[Frame, ...] = ()
+        try:
+            account.promise(instance.name, prepared.frame_count, max(0, instance.working_bytes - held_before))
+            await pool.make_room(worth_of)
+            if image is None or not prepared.frame_count:
+                account.grant(instance.name)
+            else:
+                async with self.memory.arena.staged(image, worth_of) as staged:
+                    allocation = pool.take(instance.name, image.digest, worth_of)
+                    frames = allocation.frames
+                    copy = await asyncio.to_thread(self.memory.device.copy, staged, frames, valid=allocation.valid)
+                    copy_seconds = await asyncio.to_thread(copy.wait, _COPY_SECONDS)
+                pool.arrived(allocation)
+                self._learn_rate(allocation.missing * self.memory.device.frame_bytes, copy_seconds)
+        except (OmniError, TimeoutError) as error:
+            if instance.process is not process:  # it died meanwhile, and all is freed
+                account.cancel(instance.name)
+                return
+            account.cancel(instance.name)
+            pool.release(instance.name)
+            account.give_back(
+                instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
+            )
+            instance.wake_failed()
+            self._failed(instance, error if isinstance(error, OmniError) else _slow_copy(instance))
+            return
+        finally:
+            if self._copying == instance.name:
+                self._copying = None
+        if instance.process is not process or process is None:  # it died while its image was copied
+            self.on_exit(instance, None)
+            return
+        self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
+        try:
+            await instance.wake(frames, copy_seconds)
+        except OmniError as error:
+            await instance.kill(error)
+            return
+        self.swaps += 1
+        self._tell(instance, "Woken", instance.message)
+        instance.admit()
+
+    def on_exit(self, instance: Instance, error: OmniError | None) -> None:
+        """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
+        self.memory.frames.recover(instance.name)
+        self.memory.frames.release(instance.name)
+        self.memory.ledger.forget(instance.name)
+        if error is not None:
+            self._failed(instance, error)
+        self.kick()
+
+    def _failed(self, instance: Instance, error: OmniError) -> None:
+        instance.fail(error)
+        told = f"{error.problem}; {error.cure}" if error.cure else error.problem
+        self._tell(instance, str(error.reason), told, warning=True)
+
+    def _tell(self, instance: Instance, reason: str, message: str, *, warning: bool = False) -> None:
+        self._events.add("OmniModel", instance.namespace, instance.model, reason, message, warning=warning)
+
+    # Measuring
+
+    def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
+        if copied_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
+            return
+        rate = self.constants.copy_bytes_per_second
+        rate += _RATE_WEIGHT * (copied_bytes / seconds - rate)
+        self.constants = replace(self.constants, copy_bytes_per_second=rate)
+
+    def _worth_of_image(self, digest: str) -> float:
+        now = time.monotonic()
+        values = [
+            worth(self._state_of(instance, now), now, self.constants)
+            for instance in self.instances.values()
+            if instance.prepared and instance.prepared.image and instance.prepared.image.digest == digest
+        ]
+        return max(values, default=-1.0)
+
+    def learn_working(self, instance: Instance, working_bytes: int) -> None:
+        """Set what a model needs beside its weights, now that it was measured; what it does not need is given back."""
+        account = self.memory.ledger.device
+        held_bytes = account.held_bytes(instance.name, Kind.WORKING)
+        if held_bytes > working_bytes:
+            account.give_back(instance.name, Kind.WORKING, held_bytes - working_bytes)
+        # It cannot have been measured to hold more than it was granted: the headroom on top may be cut short.
+        instance.working_bytes = min(working_bytes, held_bytes) if held_bytes else working_bytes
+        instance.measured = True
+        self.kick()
+
+    def end_measuring(self, instance: Instance) -> None:
+        """Let the next model of unknown size be measured."""
+        if self._measuring == instance.name:
+            self._measuring = None
+        self.kick()
+
+    async def _account(self) -> None:
+        """Keep what the ledger says of processes outside the device in line with what the kernel says."""
+        while True:
+            await asyncio.sleep(_ACCOUNTING_SECONDS)
+            for instance in list(self.instances.values()):
+                await self.measure(instance)
+
+    async def measure(self, instance: Instance) -> None:
+        """Note the private memory of one process; on the device it is covered by what it was granted."""
+        process = instance.process
+        if process is None:
+            return
+        try:
+            private_bytes = await asyncio.to_thread(process.private_bytes)
+        except (OSError, OmniError):
+            return
+        if instance.process is not process:
+            return
+        instance.private_bytes = private_bytes
+        on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
+        host = self.memory.ledger.host
+        try:
+            host.set(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
+        except OmniError as error:
+            log.warning("host_over_budget model=%s error=%r", instance.name, str(error))
+            self._relieve_host(private_bytes)
+
+    def _relieve_host(self, short_bytes: int) -> None:
+        """Stop the warm process that is missed least, since host memory is short."""
+        warm = [
+            instance
+            for instance in self.instances.values()
+            if instance.state is State.WARM and not instance.line.busy and instance.name not in self._moves
+        ]
+        for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
+            self._move(instance, self._go_down(instance, "host memory is short", stop=True))
+            short_bytes -= instance.private_bytes
+            if short_bytes <= 0:
+                return
+
+    # What controllers ask
+
+    def resize(self, budget_bytes: int, host_bytes: int) -> None:
+        """Change the budgets. When more is held now, residents leave until the new budget is kept."""
+        ledger = self.memory.ledger
+        ledger.host.resize(max(host_bytes, ledger.host.held_bytes()))
+        held_bytes = ledger.device.held_bytes()
+        ledger.device.resize(max(budget_bytes, held_bytes))
+        self.kick()
+
+    async def wake(self, instance: Instance, deadline_seconds: float) -> None:
+        """Make an instance resident, as if a request waited for it.
+
+        Raises:
+            DispatchError: it could not, or not in time.
+        """
+        instance.check_room_in_line()
+        waiter = instance.line.arrive(time.monotonic(), system=True)
+        self.kick()
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await waiter.admitted
+        except TimeoutError:
+            raise DispatchError(
+                instance.subject,
+                f"it was not resident after {deadline_seconds:g} s: {self.reasons.get(instance.name) or instance.message}",
+                "wait longer, or evict something",
+                reason=Reason.DEADLINE_EXCEEDED,
+                status=504,
+            ) from None
+        finally:
+            waiter.leave()
+
+    async def evict(self, instance: Instance, deadline_seconds: float, why: str) -> None:
+        """Drain an instance and take it off the device.
+
+        Raises:
+            DispatchError: its requests did not end in time; it serves on.
+        """
+        instance.draining = True
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while instance.line.in_flight or instance.name in self._moves:
+                    await self.settle(instance)
+                    if instance.line.in_flight:
+                        await instance.line.quiet()
+        except TimeoutError:
+            raise DispatchError(
+                instance.subject,
+                f"{instance.line.in_flight} requests did not end within {deadline_seconds:g} s",
+                "wait longer",
+                reason=Reason.DEADLINE_EXCEEDED,
+                status=504,
+            ) from None
+        finally:
+            instance.draining = False
+        if instance.state is State.RESIDENT:
+            await self._move(instance, self._go_down(instance, why, stop=False))
+
+    async def remove(self, instance: Instance, why: str, drain_seconds: float) -> None:
+        """Take an instance away for good: its requests finish, its process goes, its bytes are free."""
+        instance.draining = True
+        instance.removed = why
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await instance.line.quiet()
+        except TimeoutError:
+            log.warning("drain_late model=%s in_flight=%d", instance.name, instance.line.in_flight)
+        await self.settle(instance)
+        if instance.state is State.RESIDENT:
+            await self._move(instance, self._go_down(instance, why, stop=True))
+        elif instance.process is not None:
+            await instance.stop(why)
+        await instance.kill()
+        self.on_exit(instance, None)
+        self.instances.pop(instance.name, None)
+        instance.line.refuse(instance.refusal)
+        self.kick()
+
+
+def _slow_copy(instance: Instance) -> OmniError:
+    return OmniError(
+        instance.subject,
+        f"its image was not copied to the device within {_COPY_SECONDS:g} s",
+        "see whether the machine is overloaded or its disk is failing",
+        reason=Reason.LOAD_TIMEOUT,
+    )

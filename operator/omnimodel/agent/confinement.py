@@ -1,0 +1,136 @@
+"""From a process spec to the process that shall be made: what it sees, what it may use, who it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from omnimodel.agent.spawner import ProcessRequest
+from omnimodel.isolation import Level, Mount, SandboxPlan
+
+if TYPE_CHECKING:
+    from omnimodel.agent.layout import Layout
+    from omnimodel.agent.preparation import Prepared
+
+IMAGE_PATH = "/omni/image"
+SOURCE_PATH = "/omni/source"
+OUTPUT_PATH = "/omni/output"
+
+# Publishing holds a whole model in the process's own memory, and a hostile file must not take the machine down.
+_PUBLISHING_SHARE = 0.5
+
+
+def serving_request(
+    subject: str,
+    spec: Mapping[str, Any],
+    layout: Layout,
+    prepared: Prepared,
+    *,
+    memory_bytes: int,
+    number: int,
+) -> ProcessRequest:
+    """The process that serves a model.
+
+    Args:
+        memory_bytes: limit of its private memory.
+        number: grows with every process, so that each has an identity of its own.
+    """
+    instance = f"{spec['model']['namespace']}.{spec['model']['name']}.{number}"
+    mounts = [Mount(str(prepared.image.path), IMAGE_PATH)] if prepared.image else []
+    if prepared.source is not None:
+        mounts.append(Mount(str(prepared.source), SOURCE_PATH))
+    mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", prepared.source, spec["identity"]["uid"])
+    return _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
+
+
+def publishing_request(
+    subject: str,
+    spec: Mapping[str, Any],
+    layout: Layout,
+    source: Path,
+    environment: Path | None,
+    output: Path,
+    *,
+    number: int,
+) -> ProcessRequest:
+    """The process that loads a model once and writes its image; `output` is all it can write."""
+    instance = f"{spec['model']['namespace']}.{spec['model']['name']}.publish-{number}"
+    mounts = [Mount(str(source), SOURCE_PATH)]
+    mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", source, spec["identity"]["uid"])
+    memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
+    return _request(subject, spec, layout, instance, mounts, environment, memory_bytes, writable=(str(output),))
+
+
+def _request(
+    subject: str,
+    spec: Mapping[str, Any],
+    layout: Layout,
+    instance: str,
+    mounts: Sequence[Mount],
+    environment: Path | None,
+    memory_bytes: int,
+    *,
+    writable: tuple[str, ...] = (),
+) -> ProcessRequest:
+    limits, identity = spec["limits"], spec["identity"]
+    plan = SandboxPlan(
+        instance=instance,
+        uid=identity["uid"],
+        hostname=identity["hostname"],
+        minimum=Level(spec["isolationLevel"]),
+        read_only=(str(environment),) if environment else (),
+        writable=writable,
+        mounts=tuple(mounts),
+        tmp_bytes=limits["tmpBytes"],
+        shm_bytes=limits["shmBytes"],
+        memory_bytes=memory_bytes,
+        processes=limits["processes"],
+        network=spec["network"],
+        loopback=spec["engine"] not in {"python", "transformers"},
+    )
+    return ProcessRequest(
+        subject=subject,
+        generation=spec["generation"],
+        plan=plan,
+        log_path=layout.log(spec["model"]["namespace"], spec["model"]["name"]),
+        environment=(str(environment),) if environment else (),
+        paths=tuple(spec["environment"]["paths"]),
+        env=spec["env"],
+        working_dir=spec["workingDir"],
+    )
+
+
+def remove_mounts(layout: Layout, instance: str) -> None:
+    """Remove the files that were written for the mounts of a process that is gone."""
+    shutil.rmtree(layout.run / f"{instance}.mounts", ignore_errors=True)
+
+
+def _mounts(mounts: Sequence[Mapping[str, Any]], folder: Path, source: Path | None, uid: int) -> list[Mount]:
+    """Mounts of the manifest; inline files, config maps and secrets are written into `folder` first."""
+    made = []
+    for mount in mounts:
+        origin = mount["source"]
+        if origin is True:
+            if source is not None:
+                made.append(Mount(str(source), mount["path"]))
+            continue
+        if origin.get("volume"):
+            made.append(Mount(origin["volume"]["path"], mount["path"], read_only=mount["readOnly"]))
+            continue
+        place = folder / mount["name"]
+        place.mkdir(parents=True, mode=0o711)
+        folder.chmod(0o711)
+        secret = bool(origin.get("secret"))
+        for name, text in (origin.get("files") or {}).items():
+            file = place / name
+            file.write_text(text, encoding="utf-8")
+            file.chmod(0o400 if secret else 0o444)
+            if secret:
+                shutil.chown(file, uid, uid)
+        place.chmod(0o755)
+        made.append(Mount(str(place), mount["path"]))
+    return made

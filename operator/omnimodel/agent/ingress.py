@@ -1,0 +1,165 @@
+"""Requests: held in order until their model is resident, then sent to its process; none ends without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from omnimodel.errors import DispatchError, Reason
+from omnimodel.protocol.dispatch import Estimate, Hold, InferenceRequest, InferenceResponse
+
+if TYPE_CHECKING:
+    from omnimodel.agent.instance import Instance
+    from omnimodel.agent.line import Waiter
+
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
+
+
+class Ingress:
+    """Holds and forwards the requests of all models of an agent.
+
+    Args:
+        find: the instance that serves a model now, by name. Raises DispatchError when there is none.
+    """
+
+    def __init__(self, find: Callable[[str], Instance]) -> None:
+        self._find = find
+        self._closed = ""
+
+    def close(self, why: str) -> None:
+        """Take no further requests; those that were taken go on."""
+        self._closed = why
+
+    def estimate(self, model: str) -> Estimate:
+        """See `Backend.estimate`."""
+        instance = self._find(model)
+        return Estimate(len(instance.line.waiting) + 1, instance.expected_wake_seconds())
+
+    @asynccontextmanager
+    async def open(self, request: InferenceRequest) -> AsyncIterator[InferenceResponse]:
+        """See `Backend.open`."""
+        if self._closed:
+            raise DispatchError("OmniModel " + request.model, self._closed, reason=Reason.DRAINING, status=503)
+        instance = self._find(request.model)
+        instance.check_room_in_line()
+        own = instance.limits.deadline_seconds
+        allowed = min(own, request.deadline_seconds) if request.deadline_seconds else own
+        deadline = asyncio.get_running_loop().time() + allowed
+        began = time.monotonic()
+        waiter = instance.line.arrive(began, background=request.priority == "background")
+        instance.admit()
+        try:
+            await self._admission(waiter, instance, deadline, allowed)
+            instance = waiter.line.instance
+            waited_seconds = time.monotonic() - began
+            hold = Hold(
+                waited_seconds=waited_seconds,
+                reason=instance.waited_for(began, waited_seconds),
+                wake_seconds=instance.last_wake_seconds if instance.woken_seconds > began else 0.0,
+            )
+            line = waiter.line
+            try:
+                async with self._forward(instance, request, hold, deadline, allowed) as response:
+                    yield response
+            except DispatchError:
+                line.failed += 1
+                raise
+            line.served += 1
+        finally:
+            instance.idle_seconds = time.monotonic()
+            instance.last_request_seconds = time.time()
+            waiter.leave()
+
+    async def _admission(self, waiter: Waiter, instance: Instance, deadline: float, allowed: float) -> None:
+        if waiter.admitted.done():
+            waiter.admitted.result()
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiter.admitted
+        except TimeoutError:
+            raise DispatchError(
+                instance.subject,
+                f"the request was held for {allowed:g} s, its deadline, waiting for {instance.waiting_for()}",
+                "send it again, with a later deadline if you can wait",
+                reason=Reason.DEADLINE_EXCEEDED,
+                status=504,
+                retry_after_seconds=max(1.0, math.ceil(instance.expected_wake_seconds())),
+            ) from None
+
+    @asynccontextmanager
+    async def _forward(
+        self, instance: Instance, request: InferenceRequest, hold: Hold, deadline: float, allowed: float
+    ) -> AsyncIterator[InferenceResponse]:
+        process = instance.process
+        if process is None or instance.session is None:
+            raise instance.refusal()
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await instance.session.request(
+                    request.method,
+                    f"http://model{request.path}",
+                    headers=request.headers,
+                    data=request.body,
+                    allow_redirects=False,
+                )
+        except TimeoutError:
+            raise _overran(instance, allowed) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise await instance.failure_of(process, error) from error
+
+        async def body() -> AsyncIterator[bytes]:
+            left = instance.limits.response_bytes
+            while True:
+                # The deadline is set for each read and not around the loop: it must never hit the reader of the
+                # chunks, who may be busy writing to a slow client.
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        chunk = await response.content.readany()
+                except TimeoutError:
+                    raise _overran(instance, allowed) from None
+                except (aiohttp.ClientError, OSError) as error:
+                    raise await instance.failure_of(process, error) from error
+                if not chunk:
+                    return
+                left -= len(chunk)
+                if left < 0:
+                    raise _too_long(instance)
+                yield chunk
+
+        headers = {name: value for name, value in response.headers.items() if name.lower() not in _HOP_BY_HOP}
+        chunks = body()
+        try:
+            yield InferenceResponse(response.status, headers, chunks, hold)
+        finally:
+            with suppress(RuntimeError):
+                await chunks.aclose()  # type: ignore[attr-defined]
+            # A connection whose answer was not read to its end is closed, which is how the process learns
+            # that nobody waits for it any more.
+            response.release() if response.content.at_eof() else response.close()
+
+
+def _overran(instance: Instance, allowed: float) -> DispatchError:
+    return DispatchError(
+        instance.subject,
+        f"the request was not finished within {allowed:g} s, its deadline",
+        "ask for less, or raise limits.deadline of the model",
+        reason=Reason.DEADLINE_EXCEEDED,
+        status=504,
+    )
+
+
+def _too_long(instance: Instance) -> DispatchError:
+    return DispatchError(
+        instance.subject,
+        f"the answer is larger than {instance.limits.response_bytes} bytes, its limits.responseBytes",
+        "ask for less, or raise limits.responseBytes of the model",
+        reason=Reason.TOO_LARGE,
+        status=502,
+    )

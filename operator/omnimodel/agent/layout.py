@@ -1,0 +1,64 @@
+"""Where an agent keeps its state: one directory, every path of it named here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# A UNIX socket's path holds 107 bytes (man 7 unix), and a state directory may lie deep.
+SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The state directory of one agent.
+
+    Args:
+        root: the directory itself.
+    """
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        """Published images."""
+        return self.root / "store"
+
+    @property
+    def sources(self) -> Path:
+        """Fetched sources: wheels, files, snapshots."""
+        return self.root / "sources"
+
+    @property
+    def environments(self) -> Path:
+        """Built environments, a folder each."""
+        return self.root / "environments"
+
+    @property
+    def run(self) -> Path:
+        """Sockets and the folders of running processes; emptied at each start."""
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        """What models' processes printed."""
+        return self.root / "logs"
+
+    @property
+    def journal(self) -> Path:
+        """What to clean after a crash."""
+        return self.root / "journal"
+
+    @property
+    def footprints(self) -> Path:
+        """Measured footprints, a file for each publish hash."""
+        return self.root / "footprints"
+
+    def log(self, namespace: str, name: str) -> Path:
+        """The log file of one model."""
+        return self.logs / f"{namespace}.{name}.log"
+
+    def make(self) -> None:
+        """Make every directory; `run` may be entered by models' users, nothing else may."""
+        for path in (self.store, self.sources, self.environments, self.run, self.logs, self.journal, self.footprints):
+            path.mkdir(parents=True, exist_ok=True)

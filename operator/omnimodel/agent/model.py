@@ -1,0 +1,349 @@
+"""One model of the catalogue on this agent: the revision that serves, and the one that is to follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.preparation import Footprint, finish
+from omnimodel.errors import OmniError, ProcessError, Reason
+from omnimodel.protocol import probe as probes
+from omnimodel.protocol.dispatch import ModelCard
+from omnimodel.protocol.report import ModelReport, ProcessReport
+
+if TYPE_CHECKING:
+    from omnimodel.agent.broker import Broker
+    from omnimodel.agent.layout import Layout
+    from omnimodel.agent.preparation import Preparation
+
+log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+WORKING_STEP_BYTES = 4 * _MIB
+WORKING_HEADROOM_BYTES = 32 * _MIB  # beside half as much again as was measured: other requests ask for more
+SMALLEST_WORKING_BYTES = 64 * _MIB  # what a process takes before it has computed anything, with room to start
+LARGEST_GRANT_BYTES = 2048 * _MIB
+_PROBE_SECONDS = 120.0
+
+
+def working_from_measured(private_bytes: int) -> int:
+    """The working memory a model is granted, from what its process was measured to hold after its first answer."""
+    wanted = private_bytes + private_bytes // 2 + WORKING_HEADROOM_BYTES
+    return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
+
+
+class Model:
+    """See the module. Its `bring` task is the only one that takes a revision from its spec to serving.
+
+    Args:
+        key: `namespace/name`.
+        instance: the first revision.
+        make: makes the instance of a later revision from its spec.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        instance: Instance,
+        *,
+        make: Callable[[dict[str, Any]], Instance],
+        broker: Broker,
+        preparation: Preparation,
+        layout: Layout,
+        changed: Callable[[], None],
+    ) -> None:
+        self.key = key
+        self.serving = instance
+        self.incoming: Instance | None = None
+        self.phase = "fetching"
+        self.progress = -1.0
+        self.problem: OmniError | None = None
+        self.created_seconds = int(time.time())
+        self._make = make
+        self._broker = broker
+        self._preparation = preparation
+        self._layout = layout
+        self._changed = changed
+        self._task: asyncio.Task[None] | None = None
+        self._revising: asyncio.Task[None] | None = None
+        self._discarding: set[asyncio.Task[None]] = set()
+        self._bring(instance)
+
+    @property
+    def instances(self) -> list[Instance]:
+        """Every revision there is."""
+        return [instance for instance in (self.serving, self.incoming) if instance is not None]
+
+    @property
+    def latest(self) -> Instance:
+        """The revision that shall serve."""
+        return self.incoming or self.serving
+
+    def revise(self, spec: dict[str, Any]) -> None:
+        """Take a changed spec, after those that came before it."""
+        self._revising = asyncio.create_task(self._revise(spec, self._revising), name=f"revise {self.key}")
+
+    async def _revise(self, spec: dict[str, Any], earlier: asyncio.Task[None] | None) -> None:
+        """At once where the process need not change, else by a revision beside the one that serves."""
+        if earlier is not None:
+            await asyncio.gather(earlier, return_exceptions=True)
+        if spec["hash"] == self.latest.spec["hash"]:
+            self.latest.update(spec)
+        elif spec["hash"] == self.serving.spec["hash"] and self.serving.verified:
+            self.serving.update(spec)
+            await finish(self._task)
+            self._discard(self.incoming, "the edit was taken back")
+            self.incoming = None
+            self.phase, self.problem = "serving", None
+        else:
+            await self._replace(self._make(spec))
+        self._changed()
+
+    async def _replace(self, instance: Instance) -> None:
+        await finish(self._task)
+        if self.serving.verified:
+            abandoned, self.incoming = self.incoming, instance
+        else:
+            abandoned, self.serving = self.serving, instance
+        if abandoned is not None:
+            abandoned.line.hand_over(instance.line)
+        self._discard(abandoned, "a newer revision takes its place")
+        self._bring(instance)
+
+    def _discard(self, instance: Instance | None, why: str) -> None:
+        """Remove a revision; its requests in flight finish first."""
+        if instance is None:
+            return
+        task = asyncio.create_task(
+            self._broker.remove(instance, why, instance.limits.deadline_seconds), name=f"discard {instance.name}"
+        )
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+
+    async def remove(self, drain_seconds: float) -> None:
+        """Take the model away: requests in flight finish, then its processes go."""
+        await self.halt()
+        self.phase = "draining"
+        await asyncio.gather(
+            *self._discarding,
+            *(self._broker.remove(instance, "the model was deleted", drain_seconds) for instance in self.instances),
+        )
+
+    async def halt(self) -> None:
+        """Bring nothing up any more."""
+        await finish(self._revising)
+        await finish(self._task)
+
+    # From a spec to serving
+
+    def _bring(self, instance: Instance) -> None:
+        self._task = asyncio.create_task(self._until_it_serves(instance), name=f"bring {instance.name}")
+
+    async def _until_it_serves(self, instance: Instance) -> None:
+        while True:
+            try:
+                if instance.prepared is None:
+                    instance.prepared = await self._preparation.prepare(instance.subject, instance.spec, self._report)
+                    self._size(instance)
+                self._broker.instances[instance.name] = instance
+                self._say("starting")
+                await self._verify(instance)
+                break
+            except OmniError as error:
+                self.problem = error
+                self._say("failed")
+                if instance.failure is None or time.monotonic() >= instance.retry_at_seconds:
+                    instance.fail(error)
+                log.warning("model_failed model=%s reason=%s problem=%r", instance.name, error.reason, error.problem)
+            await asyncio.sleep(max(0.05, instance.retry_at_seconds - time.monotonic()))
+        self.problem = None
+        if instance is self.incoming:
+            self._switch(instance)
+        self._say("serving")
+
+    def _say(self, phase: str, progress: float = -1.0) -> None:
+        self.phase, self.progress = phase, progress
+        self._changed()
+
+    def _report(self, phase: str, progress: float) -> None:
+        self.latest.message = phase
+        self._say(phase, progress)
+
+    def _size(self, instance: Instance) -> None:
+        """Set its working memory: as the manifest says, as measured before, or a grant to be measured under."""
+        spec = instance.spec
+        declared = spec["deviceMemoryBytes"]
+        known = Footprint.load(self._layout, spec["hash"])
+        if declared:
+            instance.working_bytes = max(declared - instance.weights_bytes, WORKING_STEP_BYTES)
+            instance.measured = True
+        elif known is not None:
+            instance.working_bytes = known.working_bytes
+            instance.measured = True
+        else:
+            room = (self._broker.budget_bytes - instance.weights_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
+            instance.working_bytes = max(SMALLEST_WORKING_BYTES, min(room, LARGEST_GRANT_BYTES))
+            instance.measured = False
+
+    async def _verify(self, instance: Instance) -> None:
+        """Have it woken and check its known answer; then measure it.
+
+        Raises:
+            OmniError: it could not be woken, or answers wrongly.
+        """
+        waiter = instance.line.arrive(time.monotonic(), system=True)
+        self._broker.kick()
+        try:
+            await waiter.admitted
+            self._say("probing")
+            await self._probe(instance)
+            await self._broker.measure(instance)
+            if not instance.measured:
+                self._broker.learn_working(instance, working_from_measured(instance.private_bytes))
+                Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
+        finally:
+            self._broker.end_measuring(instance)
+            waiter.leave()
+        instance.verified = True
+        instance.recovered()
+        if instance.residency.preload:
+            instance.wanted_since_seconds = None if instance.resident else time.monotonic()
+        instance.admit()
+
+    async def _probe(self, instance: Instance) -> None:
+        probe = instance.spec["probe"]
+        session, process = instance.session, instance.process
+        if probe is None:
+            return
+        if session is None or process is None:
+            raise ProcessError(instance.subject, "its process ended before its probe was sent")
+        request = probes.request(probe)
+        try:
+            async with asyncio.timeout(float(probe.get("timeoutSeconds") or _PROBE_SECONDS)):
+                async with session.request(
+                    request.method, f"http://model{request.path}", headers=request.headers, data=request.body
+                ) as response:
+                    body = await response.read()
+        except TimeoutError:
+            raise ProcessError(
+                instance.subject,
+                "its probe was not answered in time",
+                "raise probe.timeout",
+                reason=Reason.PROBE_FAILED,
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise await instance.failure_of(process, error) from error
+        wrong = probes.failures(probe, response.status, response.headers, body)
+        if wrong:
+            raise ProcessError(
+                instance.subject,
+                f"its probe got a wrong answer: {'; '.join(wrong)}",
+                "correct the model, or the probe's expectation",
+                reason=Reason.PROBE_FAILED,
+            )
+
+    def _switch(self, instance: Instance) -> None:
+        """Let a verified revision take over: whoever waits goes to it, who is in flight finishes with the old one."""
+        old = self.serving
+        self.serving, self.incoming = instance, None
+        old.line.hand_over(instance.line)
+        self._changed()
+        self._broker.kick()
+        self._discard(old, "a newer revision serves")
+
+    # What is reported
+
+    def card(self) -> ModelCard:
+        """The model for a gateway."""
+        instance, spec = self.serving, self.serving.spec
+        report = self.report()
+        return ModelCard(
+            name=instance.model if instance.namespace == "default" else self.key,
+            namespace=instance.namespace,
+            served_names=tuple(name["name"] for name in spec["servedNames"]),
+            task=spec["task"],
+            tier=report.tier,
+            ready=report.ready,
+            reason=report.reason,
+            message=report.message,
+            listed=any(name["listed"] for name in spec["servedNames"]),
+            defaults={name["name"]: name["defaults"] for name in spec["servedNames"] if name["defaults"]},
+            request_bytes=instance.limits.request_bytes,
+            inputs=report.inputs,
+            outputs=report.outputs,
+            capabilities=tuple(spec["capabilities"]),
+            metadata=spec["metadata"],
+            created_seconds=self.created_seconds,
+        )
+
+    def report(self) -> ModelReport:
+        """The model now."""
+        instance = self.serving
+        failing = instance.failure if not instance.verified or instance.retry_at_seconds > time.monotonic() else None
+        problem = self.problem or failing
+        ready = instance.verified and failing is None and not instance.blocked
+        device_bytes, host_bytes = self._broker.memory.ledger.held_by(instance.name)
+        prepared = instance.prepared
+        metadata = prepared.image.index.metadata if prepared and prepared.image else {}
+        message = instance.blocked or (str(problem.problem) if problem else instance.message)
+        reason = str(Reason.TOO_LARGE) if instance.blocked else str(problem.reason) if problem else ""
+        return ModelReport(
+            namespace=instance.namespace,
+            name=instance.model,
+            generation=instance.generation,
+            tier=instance.tier,
+            phase=self._phase(instance),
+            ready=ready,
+            progress=self.progress,
+            reason=reason,
+            message=message,
+            weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
+            working_bytes=instance.working_bytes if instance.measured else 0,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            waiting=len(instance.line.waiting),
+            in_flight=instance.line.in_flight,
+            served=instance.line.served,
+            failed=instance.line.failed,
+            wakes=instance.wakes,
+            evictions=instance.evictions,
+            last_wake_seconds=instance.last_wake_seconds,
+            last_request_seconds=instance.last_request_seconds,
+            since_seconds=instance.since_seconds,
+            inputs=tuple(metadata.get("inputs") or ()),
+            outputs=tuple(metadata.get("outputs") or ()),
+            process=self._process(instance),
+        )
+
+    def _phase(self, instance: Instance) -> str:
+        if self.phase != "serving":
+            return self.phase
+        moving = {State.WAKING: "waking", State.EVICTING: "evicting", State.STARTING: "starting"}
+        if instance.state in moving:
+            return moving[instance.state]
+        if instance.draining:
+            return "draining"
+        return "serving" if instance.line.busy else "idle"
+
+    @staticmethod
+    def _process(instance: Instance) -> ProcessReport | None:
+        process = instance.process
+        if process is None:
+            return None
+        return ProcessReport(
+            instance=process.instance,
+            pid=process.pid,
+            state="draining" if instance.draining else "starting" if instance.state is State.STARTING else "ready",
+            started_seconds=process.started_seconds,
+            private_bytes=instance.private_bytes,
+            restarts=instance.restarts,
+            isolation_level=str(process.reached.level),
+            isolation_missing=process.reached.missing,
+            cgroup=",".join(process.group.paths),
+        )

@@ -1,0 +1,211 @@
+"""Gets a model ready to be started: its source fetched, its environment built, its image published once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnimodel.agent.confinement import publishing_request
+from omnimodel.agent.environments import Environments
+from omnimodel.agent.sources import Sources
+from omnimodel.memory.disk import write_atomically
+from omnimodel.memory.store import Store
+from omnimodel.protocol.process import Publish
+
+if TYPE_CHECKING:
+    from omnimodel.agent.layout import Layout
+    from omnimodel.agent.process import ModelProcess
+    from omnimodel.agent.spawner import Spawner
+    from omnimodel.memory.store import ImageRef
+
+log = logging.getLogger(__name__)
+
+FOREIGN_ENGINES = frozenset({"llamacpp", "vllm", "sglang", "command"})
+
+Report = Callable[[str, float], None]  # phase, share done (below 0 when unknown)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model takes, as measured; kept in the state directory, so that it is measured once.
+
+    Args:
+        working_bytes: private memory of its process beside the weights, at its peak.
+    """
+
+    working_bytes: int
+
+    @classmethod
+    def load(cls, layout: Layout, process_hash: str) -> Footprint | None:
+        """What was measured of an equal process; None if nothing was."""
+        try:
+            return cls(int(json.loads((layout.footprints / f"{process_hash}.json").read_text())["workingBytes"]))
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def save(self, layout: Layout, process_hash: str) -> None:
+        """Remember it."""
+        with suppress(OSError):
+            body = json.dumps({"workingBytes": self.working_bytes}).encode()
+            write_atomically(layout.footprints / f"{process_hash}.json", body)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a process of a model needs on this machine.
+
+    Args:
+        image: None for a foreign engine, which keeps its weights itself.
+        source: the fetched source, for an engine that reads it at run time.
+        environment: folder of additional packages.
+        frame_bytes, device: of the device.
+        threads: of one forward pass.
+    """
+
+    image: ImageRef | None
+    source: Path | None
+    environment: Path | None
+    frame_bytes: int
+    device: str
+    threads: int
+
+    @property
+    def image_bytes(self) -> int:
+        """Length of the image; 0 without one."""
+        return self.image.bytes if self.image else 0
+
+    @property
+    def frame_count(self) -> int:
+        """Frames that the image takes."""
+        return -(-self.image_bytes // self.frame_bytes)
+
+    def image_inside(self, process: ModelProcess) -> str:
+        """The image's folder as the process sees it."""
+        return process.plan.inside(str(self.image.path), process.reached.level) if self.image else ""
+
+
+class Preparation:
+    """Prepares models, several at a time, but publishes one at a time: that takes the memory of a whole model.
+
+    Args:
+        layout: of the state directory.
+        spawner: makes the processes that publish.
+        device: `host` or `cuda:0`, and the size of its frames.
+        threads: of one forward pass when the manifest leaves it to the machine.
+    """
+
+    def __init__(self, layout: Layout, spawner: Spawner, device: str, frame_bytes: int, threads: int) -> None:
+        self.store = Store(layout.store)
+        self._layout = layout
+        self._spawner = spawner
+        self._device = device
+        self._frame_bytes = frame_bytes
+        self._threads = threads
+        self._sources = Sources(layout.sources)
+        self._environments = Environments(layout.environments)
+        self._publishing = asyncio.Lock()
+        self._numbers = itertools.count(1)
+
+    async def prepare(self, subject: str, spec: dict[str, Any], report: Report) -> Prepared:
+        """Fetch, build and publish what is not there yet.
+
+        Raises:
+            OmniError: it cannot be prepared as its manifest stands, or not now; nothing half-made is left.
+        """
+        requirements = spec["environment"]["requirements"]
+        environment = None
+        if requirements:
+            report("building", -1.0)
+            environment = await self._environments.build(subject, requirements, lambda line: report("building", -1.0))
+        foreign = spec["engine"] in FOREIGN_ENGINES
+        source: Path | None = None
+        image: ImageRef | None = None
+        if foreign:
+            if spec.get("source"):
+                source = await self._fetch(subject, spec, report)
+        else:
+            dtype = resolve_dtype(spec["dtype"])
+            image = await asyncio.to_thread(self.store.lookup, image_key(spec, dtype))
+            if image is None:
+                source = await self._fetch(subject, spec, report)
+                async with self._publishing:
+                    image = await self._publish(subject, spec, dtype, source, environment, report)
+                source = None
+            if any(mount.get("source") is True for mount in spec["mounts"]):
+                source = await self._fetch(subject, spec, report)
+        threads = spec["threads"] or self._threads
+        return Prepared(image, source, environment, self._frame_bytes, self._device, threads)
+
+    async def _fetch(self, subject: str, spec: dict[str, Any], report: Report) -> Path:
+        report("fetching", -1.0)
+        return await self._sources.fetch(
+            subject, spec["source"], lambda done, total: report("fetching", done / total if total else -1.0)
+        )
+
+    async def _publish(
+        self, subject: str, spec: dict[str, Any], dtype: str, source: Path, environment: Path | None, report: Report
+    ) -> ImageRef:
+        """Let a process of its own, in a sandbox, load the model the ordinary way and write its image."""
+        key = image_key(spec, dtype)
+        found = await asyncio.to_thread(self.store.lookup, key)  # an equal one may have been published meanwhile
+        if found is not None:
+            return found
+        report("publishing", -1.0)
+        with self.store.staging() as staging:
+            request = publishing_request(
+                subject, spec, self._layout, source, environment, staging.path, number=next(self._numbers)
+            )
+            process = await self._spawner.spawn(request)
+            try:
+                await process.command(
+                    Publish(
+                        spec,
+                        process.plan.inside(str(source), process.reached.level),
+                        process.plan.inside(str(staging.path), process.reached.level),
+                        dtype,
+                        self._threads,
+                    ),
+                    (),
+                    spec["limits"]["loadDeadlineSeconds"],
+                    lambda said: report("publishing", said.done / said.total if said.total else -1.0),
+                )
+            finally:
+                process.kill()
+                await process.released
+            return await asyncio.to_thread(self.store.commit, staging, key)
+
+
+def image_key(spec: dict[str, Any], dtype: str) -> str:
+    """The store's key of a model's image: what it is published from, and the dtype."""
+    return f"{spec['publishHash'][:40]}-{dtype}"
+
+
+def resolve_dtype(dtype: str) -> str:
+    """The dtype that `auto` means on this machine.
+
+    bfloat16 where the processor computes in it (avx512_bf16 or amx_bf16), else float32: with AVX2 alone, a bfloat16
+    prefill is 3.7 times slower. Source: measured, docs/memory.md.
+    """
+    if dtype != "auto":
+        return dtype
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        if "avx512_bf16" in flags or "amx_bf16" in flags:
+            return "bfloat16"
+    return "float32"
+
+
+async def finish(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait until it has ended, whatever it ends with."""
+    if task is None or task.done():
+        return
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task

@@ -1,0 +1,61 @@
+"""What an OmniPool means on this machine, in bytes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from omnimodel.api import OmniPool
+from omnimodel.errors import OmniError
+from omnimodel.quantity import AUTO, parse_bytes, parse_share
+
+HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
+AUTO_DEVICE_SHARE = 0.5  # of the memory that is available when the pool is first served
+AUTO_HOST_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Supply:
+    """A pool in numbers.
+
+    Args:
+        device: `host` or `cuda:0`.
+        budget_bytes: frames and working memory of resident models.
+        host_bytes: arena and all other processes.
+        threads: of one forward pass, where a manifest leaves it open.
+    """
+
+    device: str
+    frame_bytes: int
+    budget_bytes: int
+    host_bytes: int
+    threads: int
+
+
+def supply(pool: OmniPool) -> Supply:
+    """Resolve a pool on this machine.
+
+    Raises:
+        OmniError: it asks for a device that is not here.
+    """
+    device = pool.spec.device
+    if device.type == "cuda":
+        raise OmniError(
+            pool.subject, "spec.device.type: cuda is not served by this build's agent", "write cpu, or auto"
+        )
+    memory = psutil.virtual_memory()
+    frame_bytes = parse_bytes(device.frame_size) if device.frame_size is not None else HOST_FRAME_BYTES
+    budget_bytes = _bytes(device.memory, memory.total, int(memory.available * AUTO_DEVICE_SHARE))
+    host_bytes = _bytes(pool.spec.host_memory, memory.total, int(memory.available * AUTO_HOST_SHARE))
+    cores = len(os.sched_getaffinity(0))
+    return Supply("host", frame_bytes, budget_bytes // frame_bytes * frame_bytes, host_bytes, max(1, cores // 2))
+
+
+def _bytes(value: int | str | None, whole_bytes: int, auto_bytes: int) -> int:
+    if value is None or value == AUTO:
+        return auto_bytes
+    if isinstance(value, str) and value.endswith("%"):
+        return int(whole_bytes * parse_share(value))
+    return parse_bytes(value)
