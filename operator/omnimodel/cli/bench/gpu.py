@@ -24,7 +24,7 @@ from omnimodel.memory.devices.cuda_driver import available
 @click.option("--swaps", default=10_000, show_default=True, help="of the row `many`")
 @click.option("--folder", default="", help="where images are written; default: a new folder in /dev/shm")
 @click.option("--json", "json_path", default="", help="also write the figures to this file")
-def gpu(only: str, layers: int, arena_gib: int, swaps: int, folder: str, json_path: str) -> None:
+def command(only: str, layers: int, arena_gib: int, swaps: int, folder: str, json_path: str) -> None:
     """Measure wake, evict, compression, first token, parking, spawning and many models on this machine's first GPU."""
     if not available():
         raise click.ClickException("there is no NVIDIA GPU here that can be used")
@@ -32,7 +32,7 @@ def gpu(only: str, layers: int, arena_gib: int, swaps: int, folder: str, json_pa
     chosen = [name for name in ROWS if name in only.split(",")] if only else list(ROWS)
     if "line" not in chosen:
         chosen.insert(0, "line")  # everything is a ratio of it
-    where = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="omni-bench-", dir="/dev/shm"))  # noqa: S108
+    where = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="omni-bench-", dir="/dev/shm"))
     began = time.perf_counter()
     bench = Bench(where, layers, arena_gib * GIBI, swaps)
     try:
@@ -49,13 +49,12 @@ def gpu(only: str, layers: int, arena_gib: int, swaps: int, folder: str, json_pa
         print()
         for row in bench.report.rows:
             print(line_of(row))
-        print(
-            f"# driver {driver_version()}, {time.perf_counter() - began:.0f} s in all; {bench.report.failures or 'no failure'}"
-        )
+        seconds = time.perf_counter() - began
+        print(f"# driver {driver_version()}, {seconds:.0f} s; failed: {bench.report.failures}")
         if json_path:
             figures = [{**asdict(row), "met": row.met} for row in bench.report.rows]
             Path(json_path).write_text(json.dumps({"rows": figures, "failures": bench.report.failures}, indent=1))
 
 
 if __name__ == "__main__":
-    gpu()
+    command()

@@ -23,6 +23,7 @@ from typing import Any
 from omnimodel.errors import ImageError, LedgerError, OmniError
 from omnimodel.memory.codec_file import PACKED_FILE, read_index
 from omnimodel.memory.devices import Frame
+from omnimodel.memory.devices.available import available_bytes
 from omnimodel.memory.devices.cuda_arena import Arena
 from omnimodel.memory.devices.cuda_copy import Staged, Step, plan
 from omnimodel.memory.devices.cuda_driver import (
@@ -37,7 +38,7 @@ from omnimodel.memory.devices.cuda_driver import (
     ready,
 )
 from omnimodel.memory.devices.cuda_fence import Fence, arrived
-from omnimodel.memory.devices.cuda_unpack import Unpacker
+from omnimodel.memory.devices.cuda_unpack import TritonDecoder, Unpacker
 from omnimodel.memory.devices.cuda_window import CudaWindow
 
 __all__ = ["FRAME_BYTES", "CudaCopy", "CudaDevice", "CudaWindow", "available"]
@@ -48,9 +49,14 @@ FRAME_BYTES = 64 << 20  # Source: docs/gpu.md, "Frame size"
 _POLL_SECONDS = 0.0002
 
 
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+def _file_bytes(path: str, image_bytes: int) -> int:
+    try:
+        found = os.stat(path).st_size
+    except OSError as error:
+        raise ImageError(path, f"cannot be opened: {error.strerror}") from error
+    if found != image_bytes:
+        raise ImageError(path, f"has {found} bytes, its index says {image_bytes}", "publish the model again")
+    return found
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,12 @@ class FrameMemory:
 
     Args:
         allocation: the cuMemCreate handle.
+        place: its place in the agent's range of addresses.
         address: where the agent has it mapped.
     """
 
     allocation: Any
+    place: int
     address: int
 
 
@@ -145,12 +153,13 @@ class CudaDevice:
         self._base = int(call("cuMemAddressReserve", self._reserved_frames * frame_bytes, 0, 0, 0))
         self._vacant = list(range(self._reserved_frames - 1, -1, -1))
         self._frames: dict[int, Frame] = {}
+        self._next_id = 0
         self._line = self._stream()
         self._finish = self._stream()
         self._copied = self._event()
         self.progress = Fence(self.context)
         self._unpacker: Unpacker | None = None
-        pinned_bytes = _available_bytes() // 2 if arena_bytes is None else arena_bytes
+        pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
         self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
 
     def create(self, count: int) -> list[Frame]:
@@ -167,29 +176,31 @@ class CudaDevice:
                     made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
             except LedgerError as error:
                 self.destroy(made)
-                raise LedgerError(self.name, f"has no room for {count} frames of {self.frame_bytes} bytes") from error
+                raise LedgerError(
+                    f"device {self.name}",
+                    f"{count} frames need {count * self.frame_bytes} bytes, it has {self.free_bytes()} free",
+                    "lower the pool's device.memory",
+                ) from error
         log.info("frames created device=%s count=%d bytes=%d", self.name, count, count * self.frame_bytes)
         return made
 
     def _create_one(self) -> Frame:
         if not self._vacant:
-            raise LedgerError(self.name, "has no room")
-        cuda = driver()
+            raise LedgerError(f"device {self.name}", "has no room")
+        kind = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         allocation = call("cuMemCreate", self.frame_bytes, self._property, 0)
-        number = self._vacant.pop()
-        address = self._base + number * self.frame_bytes
-        descriptor = int(
-            call(
-                "cuMemExportToShareableHandle",
-                allocation,
-                cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-                0,
-            )
-        )
+        try:
+            descriptor = int(call("cuMemExportToShareableHandle", allocation, kind, 0))
+        except OmniError as error:  # the driver does not say that it is for want of a file descriptor
+            call("cuMemRelease", allocation)
+            raise LedgerError(f"device {self.name}", error.problem, "raise the limit of open files") from error
+        place = self._vacant.pop()
+        address = self._base + place * self.frame_bytes
         call("cuMemMap", address, self.frame_bytes, 0, allocation, 0)
         call("cuMemSetAccess", address, self.frame_bytes, self._access, 1)
-        frame = Frame(number, descriptor, FrameMemory(allocation, address))
-        self._frames[number] = frame
+        frame = Frame(self._next_id, descriptor, FrameMemory(allocation, place, address))
+        self._next_id += 1
+        self._frames[frame.id] = frame
         return frame
 
     def destroy(self, frames: Sequence[Frame]) -> None:
@@ -198,11 +209,12 @@ class CudaDevice:
         with self._lock:
             call("cuStreamSynchronize", self._finish)
             for frame in frames:
-                del self._frames[frame.id]
+                if self._frames.pop(frame.id, None) is None:
+                    continue
                 call("cuMemUnmap", frame.handle.address, self.frame_bytes)
                 call("cuMemRelease", frame.handle.allocation)
                 os.close(frame.descriptor)
-                self._vacant.append(frame.id)
+                self._vacant.append(frame.handle.place)
 
     def stage(self, path: str, image_bytes: int) -> Staged:
         """Read an image, or the packed form of one, into the arena.
@@ -221,7 +233,7 @@ class CudaDevice:
                 found = f"{packed.image_bytes} bytes in frames of {packed.frame_bytes}"
                 raise ImageError(path, f"was packed for an image of {found}", "pack it again")
             self._prepare_unpacker()
-        stored = packed.body_bytes if packed else image_bytes
+        stored = packed.body_bytes if packed else _file_bytes(path, image_bytes)
         extents = self.arena.take(stored)
         began = time.perf_counter()
         try:
@@ -287,7 +299,7 @@ class CudaDevice:
         self.context.enter()
         with self._lock:
             if self._unpacker is None:
-                self._unpacker = Unpacker(self.context, self.frame_bytes)
+                self._unpacker = Unpacker(self.context, self.frame_bytes, TritonDecoder(self.context))
 
     def free_bytes(self) -> int:
         """Bytes that the driver says are free."""

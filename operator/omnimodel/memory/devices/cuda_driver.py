@@ -9,7 +9,6 @@ import importlib
 import mmap
 import os
 import threading
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,21 @@ from omnimodel.errors import LedgerError, OmniError, Reason
 CONTROL_NODE = "/dev/nvidiactl"
 
 
-@cache
+_loaded: list[Any] = []  # the module, once it is
+
+
 def driver() -> Any:
     """The module `cuda.bindings.driver`, loaded at the first call.
 
     Raises:
         OmniError: cuda-bindings is not installed.
     """
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise OmniError("CUDA", "the package cuda-bindings is not installed", "install omnimodel[cuda]") from error
+    if not _loaded:
+        try:
+            _loaded.append(importlib.import_module("cuda.bindings.driver"))
+        except ImportError as error:
+            raise OmniError("CUDA", "the package cuda-bindings is not installed", "install omnimodel[cuda]") from error
+    return _loaded[0]
 
 
 def available() -> bool:

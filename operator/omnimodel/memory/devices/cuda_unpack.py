@@ -1,17 +1,18 @@
 """Decoding on the way: coded blocks land in a small ring of staging buffers and are decoded into their frames.
 
 The line's stream fills buffer k while another stream decodes buffer k-1; both run ahead of the host. Triton and torch
-are loaded here, when the first packed image is staged, and compile the kernel before any model waits for it.
+are loaded here, when the first packed image is staged.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from omnimodel.memory.codec import TILE, encode
+from omnimodel.memory.codec import TILE, Layout, encode
 from omnimodel.memory.devices.cuda_copy import Step
 from omnimodel.memory.devices.cuda_driver import Context, call, driver
 
@@ -19,34 +20,55 @@ RING = 3
 SLACK_BYTES = 1 << 20  # padding between the blocks of a frame; codec_file refuses more
 
 
+Decode = Callable[[int, int, Layout, int], None]
+"""Decodes the block at the first address to the second, in a stream."""
+
+
+class TritonDecoder:
+    """The Triton kernel on addresses and streams of the driver, compiled for one device.
+
+    Args:
+        context: of the device.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._kernel: Any = importlib.import_module("omnimodel.memory.codec_kernel")
+        self._device = f"cuda:{context.ordinal}"
+        self._streams: dict[int, Any] = {}
+        context.enter()
+        block, layout = encode(np.zeros(TILE, np.uint16))
+        memory = int(call("cuMemAlloc", block.nbytes + 2 * TILE))
+        call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
+        self(memory, memory + block.nbytes, layout, 0)  # compiles it, before a model waits for it
+        context.synchronize()
+        call("cuMemFree", memory)
+
+    def __call__(self, block: int, target: int, layout: Layout, stream: int) -> None:
+        """Decode the block at one address to another, in a stream."""
+        if stream not in self._streams:
+            self._streams[stream] = self._torch.cuda.ExternalStream(stream, device=self._device)
+        address = self._kernel.Address
+        with self._torch.cuda.stream(self._streams[stream]):
+            self._kernel.unpack(address(block, self._torch.uint8), address(target, self._torch.int16), layout)
+
+
 class Unpacker:
-    """The ring and the kernel of one device.
+    """The ring of one device.
 
     Args:
         context: of the device.
         frame_bytes: of the device.
+        decode: what decodes one block.
     """
 
-    def __init__(self, context: Context, frame_bytes: int) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        self._kernel: Any = importlib.import_module("omnimodel.memory.codec_kernel")
+    def __init__(self, context: Context, frame_bytes: int, decode: Decode) -> None:
         context.enter()
-        self._device = f"cuda:{context.ordinal}"
+        self._decode = decode
         self._buffers = [int(call("cuMemAlloc", frame_bytes + SLACK_BYTES)) for _ in range(RING)]
         untimed = int(driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._emptied = [call("cuEventCreate", untimed) for _ in range(RING)]
         self._next = 0
-        self._streams: dict[int, Any] = {}
-        self._compile(context)
-
-    def _compile(self, context: Context) -> None:
-        block, layout = encode(np.zeros(TILE, np.uint16))
-        memory = int(call("cuMemAlloc", block.nbytes + 2 * TILE))
-        call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
-        with self._torch.cuda.device(self._device):
-            self._kernel.unpack(self._bytes(memory), self._words(memory + block.nbytes), layout)
-        context.synchronize()
-        call("cuMemFree", memory)
 
     def reserve(self, line: int) -> int:
         """The address of the next staging buffer; the line's stream waits until it has been decoded."""
@@ -63,27 +85,15 @@ class Unpacker:
             stream: that has waited for the copy into the buffer.
         """
         buffer = self._buffers[self._next]
-        with self._torch.cuda.stream(self._stream(stream)):
-            for block in step.blocks:
-                stored = buffer + block.stored_at - step.stored_at
-                target = address + block.offset - step.frame * frame_bytes
-                if block.layout is None:
-                    call("cuMemcpyDtoDAsync", target, stored, block.size_bytes, stream)
-                else:
-                    self._kernel.unpack(self._bytes(stored), self._words(target), block.layout)
+        for block in step.blocks:
+            stored = buffer + block.stored_at - step.stored_at
+            target = address + block.offset - step.frame * frame_bytes
+            if block.layout is None:
+                call("cuMemcpyDtoDAsync", target, stored, block.size_bytes, stream)
+            else:
+                self._decode(stored, target, block.layout, stream)
         call("cuEventRecord", self._emptied[self._next], stream)
         self._next = (self._next + 1) % RING
-
-    def _stream(self, stream: int) -> Any:
-        if stream not in self._streams:
-            self._streams[stream] = self._torch.cuda.ExternalStream(stream, device=self._device)
-        return self._streams[stream]
-
-    def _bytes(self, address: int) -> Any:
-        return self._kernel.Address(address, self._torch.uint8)
-
-    def _words(self, address: int) -> Any:
-        return self._kernel.Address(address, self._torch.int16)
 
     def close(self) -> None:
         """Give the buffers back; no copy may be under way."""

@@ -57,8 +57,10 @@ class CudaWindow:
         """A tensor over the whole range: torch asks the driver whose address it is, so that it must be mapped."""
         import torch
 
-        range_of = _AddressRange(self._base, self.size_bytes)
         device = torch.device("cuda", self._ordinal)
+        if not self._frames:
+            return torch.empty(0, dtype=torch.uint8, device=device)
+        range_of = _AddressRange(self._base, self.size_bytes)
         if self._mapped:
             return torch.as_tensor(range_of, device=device)
         unit = granularity_bytes(self._ordinal)
@@ -74,12 +76,8 @@ class CudaWindow:
 
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         """A flat uint8 tensor over `size` bytes at `offset`; it must not be touched while nothing is mapped."""
-        import torch
-
         if not 0 <= offset <= offset + size <= self.size_bytes:
             raise LedgerError(f"cuda:{self._ordinal}", f"{size} bytes at {offset} are outside of {self.size_bytes}")
-        if not self._frames:
-            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", self._ordinal))
         if self._whole is None:
             self._whole = self._bind()
         return self._whole[offset : offset + size]

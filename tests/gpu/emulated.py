@@ -1,0 +1,321 @@
+"""A CUDA driver of host memory: what the cuda backend calls, run for real on memfds, in the worst order allowed.
+
+Frames are memfds, addresses are real, so copies and mappings really happen and a touch of what is not mapped is
+SIGSEGV. Streams are queues, and whenever somebody waits, a random stream's next operation runs: an order that the
+driver would allow and that nobody meant shows up as wrong bytes. Calls are held against the number of arguments of
+the real functions of cuda-bindings, and everything that is given out must be given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import cuda.bindings.driver as real
+import numpy as np
+
+from omnimodel.memory.codec import Layout, decode
+from omnimodel.memory.devices import pages
+
+UNIT = 2 << 20
+
+
+class EmulatedDriver:
+    """Stands in for the module `cuda.bindings.driver`.
+
+    Args:
+        capacity_bytes: of the device.
+        seed: of the order in which streams proceed.
+    """
+
+    def __init__(self, capacity_bytes: int, seed: int = 0) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.handles: dict[int, tuple[int, int]] = {}  # handle -> (inode, size)
+        self.memories: dict[int, list[int]] = {}  # inode -> [descriptor, references, size]
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, tuple[int, int]] = {}  # address -> (inode, size)
+        self.plain: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
+        self.streams: dict[int, deque[tuple[str, Callable[[], bool]]]] = {0: deque()}
+        self.events: dict[int, tuple[int, int]] = {}  # event -> (recorded, reached)
+        self.numbers = iter(range(1, 1 << 40))
+        self.fail: dict[str, int] = {}  # call -> after how many it fails
+        self.after: Callable[[str], None] = lambda _: None  # told the name of each operation that has run
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            return getattr(real, name)
+        function = object.__getattribute__(self, f"do_{name}")
+        expected = getattr(real, name).__doc__.split("\n")[0].split("(", 1)[1]
+        count = 0 if expected.startswith(")") else expected.count(",") + 1
+
+        def checked(*arguments: Any) -> tuple[Any, ...]:
+            assert len(arguments) == count, f"{name} takes {expected}"
+            with self.lock:
+                if name in self.fail:
+                    if self.fail[name] == 0:
+                        return (real.CUresult.CUDA_ERROR_UNKNOWN, None)
+                    self.fail[name] -= 1
+                outcome = function(*arguments)
+            if isinstance(outcome, real.CUresult):
+                return (outcome, None)
+            return (real.CUresult.CUDA_SUCCESS, *outcome) if outcome is not None else (real.CUresult.CUDA_SUCCESS,)
+
+        return checked
+
+    # device and context
+
+    def do_cuInit(self, flags):
+        assert flags == 0
+
+    def do_cuDeviceGetCount(self):
+        return (1,)
+
+    def do_cuDeviceGet(self, ordinal):
+        return (ordinal,)
+
+    def do_cuDevicePrimaryCtxRetain(self, device):
+        return (1,)
+
+    def do_cuDevicePrimaryCtxRelease(self, device):
+        return None
+
+    def do_cuCtxSetCurrent(self, context):
+        return None
+
+    def do_cuDeviceGetPCIBusId(self, length, device):
+        return (b"00000000:00:00.0\0\0",)
+
+    def do_cuDeviceTotalMem(self, device):
+        return (self.capacity_bytes,)
+
+    def do_cuMemGetInfo(self):
+        return (self.capacity_bytes - self.used_bytes, self.capacity_bytes)
+
+    def do_cuMemGetAllocationGranularity(self, prop, option):
+        return (UNIT,)
+
+    # memory
+
+    def do_cuMemCreate(self, size, prop, flags):
+        assert size % UNIT == 0
+        if self.used_bytes + size > self.capacity_bytes:
+            return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        descriptor = os.memfd_create("emulated")
+        os.ftruncate(descriptor, size)
+        self.used_bytes += size
+        return (self._handle(descriptor),)
+
+    def _handle(self, descriptor: int) -> int:
+        status = os.fstat(descriptor)
+        memory = self.memories.setdefault(status.st_ino, [descriptor, 0, status.st_size])
+        if memory[0] != descriptor:
+            os.close(descriptor)
+        memory[1] += 1
+        handle = next(self.numbers)
+        self.handles[handle] = (status.st_ino, status.st_size)
+        return handle
+
+    def _drop(self, inode: int) -> None:
+        memory = self.memories[inode]
+        memory[1] -= 1
+        if memory[1] == 0:
+            os.close(memory[0])
+            self.used_bytes -= memory[2]
+            del self.memories[inode]
+
+    def do_cuMemRelease(self, handle):
+        inode, _ = self.handles.pop(handle)
+        self._drop(inode)
+
+    def do_cuMemExportToShareableHandle(self, handle, kind, flags):
+        inode, _ = self.handles[handle]
+        return (os.dup(self.memories[inode][0]),)
+
+    def do_cuMemImportFromShareableHandle(self, descriptor, kind):
+        if os.fstat(descriptor).st_size == 0:
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE
+        return (self._handle(os.dup(descriptor)),)
+
+    def do_cuMemAddressReserve(self, size, alignment, address, flags):
+        address = pages.reserve(size)
+        self.reserved[address] = size
+        return (address,)
+
+    def do_cuMemAddressFree(self, address, size):
+        assert self.reserved.pop(address) == size
+        assert not self._inside(address, size), "freed while mapped"
+        pages.release(address, size)
+
+    def _inside(self, address: int, size: int) -> list[int]:
+        return sorted(a for a in self.mapped if address <= a < address + size)
+
+    def do_cuMemMap(self, address, size, offset, handle, flags):
+        inode, length = self.handles[handle]
+        assert size == length
+        assert offset == 0
+        assert any(a <= address and address + size <= a + s for a, s in self.reserved.items())
+        assert not self._inside(address, size), "mapped twice"
+        self.mapped[address] = (inode, size)
+        self.memories[inode][1] += 1
+
+    def do_cuMemSetAccess(self, address, size, access, count):
+        parts = self._inside(address, size)
+        assert sum(self.mapped[a][1] for a in parts) == size, "access to more than what is mapped"
+        assert count == len(access) == 1
+        writable = access[0].flags == real.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        for part in parts:
+            inode, length = self.mapped[part]
+            pages.map_shared(self.memories[inode][0], length, address=part, writable=writable)
+
+    def do_cuMemUnmap(self, address, size):
+        parts = self._inside(address, size)
+        assert sum(self.mapped[a][1] for a in parts) == size, "unmapped more than what is mapped"
+        pages.blank(address, size)
+        for part in parts:
+            self._drop(self.mapped.pop(part)[0])
+
+    def do_cuMemAlloc(self, size):
+        address = pages.reserve(size)
+        descriptor = os.memfd_create("plain")
+        os.ftruncate(descriptor, size)
+        pages.map_shared(descriptor, size, address=address, writable=True)
+        os.close(descriptor)
+        self.plain[address] = size
+        return (address,)
+
+    def do_cuMemFree(self, address):
+        pages.release(address, self.plain.pop(address))
+
+    def do_cuMemHostRegister(self, address, size, flags):
+        assert address % 4096 == 0
+        assert address not in self.registered
+        self.registered[address] = size
+
+    def do_cuMemHostUnregister(self, address):
+        del self.registered[address]
+
+    def do_cuMemHostGetDevicePointer(self, address, flags):
+        return (address,)
+
+    # streams
+
+    def do_cuStreamCreate(self, flags):
+        stream = next(self.numbers)
+        self.streams[stream] = deque()
+        return (stream,)
+
+    def do_cuEventCreate(self, flags):
+        event = next(self.numbers)
+        self.events[event] = (0, 0)
+        return (event,)
+
+    def do_cuEventDestroy(self, event):
+        del self.events[event]
+
+    def _enqueue(self, stream: int, name: str, work: Callable[[], object], ready: Callable[[], bool] = lambda: True):
+        def run() -> bool:
+            if not ready():
+                return False
+            work()
+            return True
+
+        self.streams[stream].append((name, run))
+
+    def _registered(self, address: int, size: int) -> bool:
+        return any(a <= address and address + size <= a + s for a, s in self.registered.items())
+
+    def do_cuMemcpyHtoDAsync(self, target, source, size, stream):
+        assert self._registered(source, size), "copied out of memory that is not pinned, or across registrations"
+        self._enqueue(stream, "copy", lambda: pages.copy(target, source, size))
+
+    def do_cuMemcpyDtoDAsync(self, target, source, size, stream):
+        self._enqueue(stream, "move", lambda: pages.copy(target, source, size))
+
+    def do_cuMemsetD8Async(self, target, value, size, stream):
+        self._enqueue(stream, "set", lambda: ctypes.memset(target, value, size))
+
+    def do_cuEventRecord(self, event, stream):
+        recorded, reached = self.events[event]
+        self.events[event] = (recorded + 1, reached)
+
+        def reach() -> None:
+            if event in self.events:
+                self.events[event] = (self.events[event][0], recorded + 1)
+
+        self._enqueue(stream, "record", reach)
+
+    def do_cuStreamWaitEvent(self, stream, event, flags):
+        wanted = self.events[event][0]
+        self._enqueue(stream, "wait", lambda: None, lambda: self.events[event][1] >= wanted)
+
+    def do_cuEventQuery(self, event):
+        for _ in range(self.random.randrange(4)):
+            self.step()
+        recorded, reached = self.events[event]
+        return None if reached >= recorded else real.CUresult.CUDA_ERROR_NOT_READY
+
+    def do_cuEventElapsedTime(self, began, ended):
+        return (1.0,)
+
+    def do_cuStreamWriteValue32(self, stream, address, value, flags):
+        assert self._registered(address, 4)
+        self._enqueue(stream, "write", lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
+
+    def do_cuStreamWaitValue32(self, stream, address, value, flags):
+        def reached() -> bool:
+            return (ctypes.c_uint32.from_address(address).value - value) % (1 << 32) < 1 << 31
+
+        self._enqueue(stream, "hold", lambda: None, reached)
+
+    def do_cuStreamSynchronize(self, stream):
+        while self.streams[stream]:
+            assert self.step(), "the streams wait for each other for ever"
+
+    def do_cuCtxSynchronize(self):
+        while any(self.streams.values()):
+            assert self.step(), "the streams wait for each other for ever"
+
+    def decode(self, block: int, target: int, layout: Layout, stream: int) -> None:
+        """What the Triton kernel does, in a stream."""
+
+        def work() -> None:
+            stored = np.frombuffer(ctypes.string_at(block, layout.size_bytes), np.uint8)
+            words = decode(stored, layout).tobytes()
+            ctypes.memmove(target, words, len(words))
+
+        with self.lock:
+            self._enqueue(stream, "decode", work)
+
+    def step(self) -> bool:
+        """Run one operation of a random stream; False when none can run."""
+        busy = [stream for stream, queue in self.streams.items() if queue]
+        self.random.shuffle(busy)
+        for stream in busy:
+            name, run = self.streams[stream][0]
+            if run():
+                self.streams[stream].popleft()
+                self.after(name)
+                return True
+        return False
+
+    def left(self) -> dict[str, object]:
+        """What has not been given back."""
+        found = {
+            "handles": self.handles,
+            "memories": self.memories,
+            "reserved": self.reserved,
+            "mapped": self.mapped,
+            "plain": self.plain,
+            "registered": self.registered,
+            "used": self.used_bytes,
+        }
+        return {name: value for name, value in found.items() if value}
