@@ -120,7 +120,9 @@ class Child:
 
     def connect(self):
         self.session = aiohttp.ClientSession(
-            "http://model", connector=aiohttp.UnixConnector(self.socket_path, limit=0), timeout=aiohttp.ClientTimeout(120)
+            "http://model",
+            connector=aiohttp.UnixConnector(self.socket_path, limit=0),
+            timeout=aiohttp.ClientTimeout(120),
         )
 
     async def post(self, path, body=None, *, data=None):

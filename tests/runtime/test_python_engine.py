@@ -18,9 +18,6 @@ class Handler(Model):
         module.register_buffer("scale", torch.arange(2.0) + 1, persistent=False)
         return module
 
-    def weights(self, source):
-        from safetensors.torch import load_file
-        return load_file(source.file("*.safetensors"))
 
     def predict(self, x: Annotated[np.ndarray, Tensor("FP32", (-1, 3))]) -> dict[str, np.ndarray]:
         y = self.module.layer(torch.from_numpy(x)) * self.module.scale

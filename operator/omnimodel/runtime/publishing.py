@@ -98,7 +98,7 @@ def _pack(
         if cast is not None and values.is_floating_point() and values.dtype != cast:
             values = values.to(cast)
         flat = values.contiguous().reshape(-1)
-        content = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
         writer.add(names, _name(values.dtype), tuple(values.shape), content)
         done_bytes += tensor.numel() * tensor.element_size()
         progress("packing", done_bytes, total_bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnimodel.errors import Reason, SourceError
+from omnimodel.errors import SourceError
 from omnimodel.runtime.requests import RequestError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Audio", "Model", "RequestError", "Source", "Tensor"]
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_TORCH_FILES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -84,29 +84,47 @@ class Source:
         )
 
     def safetensors(self, *patterns: str) -> Mapping[str, Weights]:
-        """Tensors of a safetensors file, or of all that match when they are shards of one checkpoint; mapped."""
+        """Tensors of a safetensors file; without a pattern, of all there are, as shards of one checkpoint."""
         from omnimodel.memory.readers import safetensors
 
-        shards = self.files(*(patterns or ("*.safetensors",)))
-        if len(shards) < 2 or patterns:
-            return dict(safetensors.read(self.file(*(patterns or ("*.safetensors",)))))
+        if patterns:
+            return safetensors.read(self.file(*patterns))
+        shards = self.files("*.safetensors") or [self.file("*.safetensors")]
         merged: dict[str, Weights] = {}
         for shard in shards:
             merged.update(safetensors.read(shard))
         return merged
 
     def torch(self, *patterns: str) -> Any:
-        """What a torch checkpoint holds, loaded with `weights_only`, so that no code in it runs; mapped."""
+        """What a torch checkpoint holds, loaded with `weights_only`, so that no code in it runs."""
         from omnimodel.memory.readers import checkpoint
 
-        return checkpoint.read(self.file(*(patterns or tuple(f"*{suffix}" for suffix in _TORCH_SUFFIXES))))
+        return checkpoint.read(self.file(*(patterns or _TORCH_FILES)))
+
+    def state_dict(self, *patterns: str) -> Mapping[str, Weights]:
+        """The names and tensors of a torch checkpoint, also when it keeps them under a key such as `state_dict`."""
+        from omnimodel.memory.readers import checkpoint
+
+        return checkpoint.tensors(self.file(*(patterns or _TORCH_FILES)))
 
     def gguf(self, *patterns: str) -> Mapping[str, Weights]:
-        """Tensors of a GGUF file under their GGUF names, dequantized to float32 one at a time as they are read."""
+        """Tensors of a GGUF file under their GGUF names, quantized ones as float32."""
         from omnimodel.memory.readers import gguf
 
-        found: Mapping[str, Weights] = gguf.read(self.file(*(patterns or ("*.gguf",))))
-        return found
+        return gguf.read(self.file(*(patterns or ("*.gguf",))))
+
+    def npz(self, *patterns: str) -> Mapping[str, Weights]:
+        """Arrays of a numpy archive, as tensors."""
+        from omnimodel.memory.readers import npz
+
+        return npz.read(self.file(*(patterns or ("*.npz",))))
+
+    def ctranslate2(self, *patterns: str) -> Mapping[str, Weights]:
+        """Variables of a CTranslate2 model; those of a Whisper model under the names of the transformers library."""
+        from omnimodel.memory.readers import ctranslate2
+
+        tensors = ctranslate2.read(self.file(*(patterns or ("model.bin",))))
+        return ctranslate2.whisper(tensors) if tensors.spec == "WhisperSpec" else tensors
 
     def weights(self) -> Mapping[str, Weights]:
         """The tensors of the only checkpoint in the source, whatever its format.
@@ -114,23 +132,10 @@ class Source:
         Raises:
             SourceError: there is none, or there are several.
         """
-        if self.files("*.safetensors"):
-            return self.safetensors()
-        if self.files("*.gguf"):
-            return self.gguf()
-        found = self.torch()
-        for key in ("state_dict", "model_state_dict", "model"):
-            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-                found = found[key]
-        if not isinstance(found, Mapping):
-            raise SourceError(
-                f"source {self.path.name}",
-                f"the checkpoint holds a {type(found).__name__} and no mapping of names to tensors",
-                "return the mapping from the handler's weights()",
-                reason=Reason.BAD_ARTIFACT,
-            )
-        tensors: Mapping[str, Weights] = found
-        return tensors
+        for pattern, read in (("*.safetensors", self.safetensors), ("*.gguf", self.gguf), ("*.npz", self.npz)):
+            if self.files(pattern):
+                return read()
+        return self.state_dict()
 
 
 class Model:

@@ -25,6 +25,7 @@ from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.protocol.process import Envelope, Evict, Ping, Progress, Publish, Reply, Start, Stop, Wake, encode
 from omnimodel.runtime import engines
 from omnimodel.runtime.application import Traffic, application
+from omnimodel.runtime.engines.foreign import ForeignEngine
 from omnimodel.runtime.handlers import detail_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Process:
         self._engine: engines.Engine | None = None
         self._traffic: Traffic | None = None
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop
         self._ending: asyncio.Future[tuple[int, float]]  # exit status, and seconds that requests get to finish
         self._stop_reply: int | None = None
@@ -78,6 +80,8 @@ class _Process:
         if self._traffic is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._traffic.idle.wait(), grace_seconds)
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._runner.cleanup(), 1.0)
@@ -118,13 +122,17 @@ class _Process:
         self._last_id = envelope.id
         command = envelope.command
         if isinstance(command, Ping):
-            in_flight = self._traffic.in_flight if self._traffic else 0
-            self._send(Reply(envelope.id, ok=True, values={"inFlight": in_flight}))
+            self._send(Reply(envelope.id, ok=True, values={"inFlight": self._in_flight()}))
         elif isinstance(command, Stop):
             self._stop_reply = envelope.id
             self._loop.call_soon_threadsafe(self._end, 0, command.grace_seconds)
         else:
             self._commands.put((envelope, descriptors))
+
+    def _in_flight(self) -> int:
+        if isinstance(self._engine, ForeignEngine):
+            return self._engine.connections
+        return self._traffic.in_flight if self._traffic else 0
 
     def _check(self, envelope: Envelope) -> None:
         """Refuse what is not meant for this process as it is now.
@@ -190,7 +198,7 @@ class _Process:
         if self._engine is not None or self._listen < 0:
             raise ProcessError("control channel", "a Start without a listening socket, or a second one")
         setting = engines.Setting.of(command)
-        engine = engines.create(setting)
+        engine = engines.create(setting, self._engine_ended)
         engine.start()
         limit_bytes = int((command.spec.get("limits") or {}).get("requestBytes") or REQUEST_BYTES)
         traffic = Traffic(setting.subject, limit_bytes)
@@ -199,15 +207,21 @@ class _Process:
         self._engine, self._traffic = engine, traffic
         return {}
 
+    def _engine_ended(self, status: int) -> None:
+        """A foreign engine is gone: so is this process, with a status that says so."""
+        self._loop.call_soon_threadsafe(self._end, status if status > 0 else 128 - status, 0.0)
+
     async def _serve(self, engine: engines.Engine, traffic: Traffic) -> None:
         listener = socket.socket(fileno=self._listen)
         listener.setblocking(False)
-        routes = engine.routes()
+        if isinstance(engine, ForeignEngine):
+            self._server = await engine.listen(listener)
+            return
         from aiohttp import web
 
         # Without a cancelled handler a client that goes away would be worked for to the end.
         self._runner = web.AppRunner(
-            application(traffic, routes), handler_cancellation=True, access_log=None, handle_signals=False
+            application(traffic, engine.routes()), handler_cancellation=True, access_log=None, handle_signals=False
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener, shutdown_timeout=0.5).start()

@@ -208,7 +208,8 @@ def _flat(name: str, values: Any) -> list[Any]:
         if not all(isinstance(value, list) for value in values):
             raise invalid(name, "its data is a list of unequal depth")
         values = [value for inner in values for value in inner]
-    return values
+    flat: list[Any] = values
+    return flat
 
 
 def _texts(argument: Argument, name: str, flat: Sequence[Any], parameters: Mapping[str, Any]) -> Any:

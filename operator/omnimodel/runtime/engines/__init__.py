@@ -90,8 +90,12 @@ def name_of(spec: Mapping[str, Any]) -> str:
     return str((spec.get("model") or {}).get("name", "model"))
 
 
-def create(setting: Setting) -> Engine:
+def create(setting: Setting, ended: Callable[[int], None]) -> Engine:
     """Make the engine that a spec names.
+
+    Args:
+        setting: what it is made with.
+        ended: called with an exit status when a foreign engine ends without being told to.
 
     Raises:
         OmniError: this version has no such engine.
@@ -102,13 +106,13 @@ def create(setting: Setting) -> Engine:
 
         return OwnEngine(setting)
     if name == "llamacpp":
-        from omnimodel.runtime.engines.llamacpp import LlamaCpp
+        from omnimodel.runtime.engines import llamacpp
 
-        return LlamaCpp(setting)
+        return llamacpp.create(setting, ended)
     if name == "command":
-        from omnimodel.runtime.engines.command import Command
+        from omnimodel.runtime.engines import command
 
-        return Command(setting)
+        return command.create(setting, ended)
     raise _unknown(setting.spec)
 
 

@@ -165,6 +165,8 @@ class Batching:
         processors.tensors_required += 1
         processors.supported_keys[KEY] = Sampling
         processors.do_processing = True
+        manager.warmup()  # makes the cache now, here, and no more on a CPU
+        _drop_pages(manager.batch_processor.cache.cache_tensor)
         return manager
 
     # From the command thread
@@ -203,13 +205,7 @@ class Batching:
         processor = self._manager.batch_processor if self._manager is not None else None
         if self.active or processor is None or not self._paused:
             return
-        cache = processor.cache.cache_tensor
-        if cache.device.type != "cpu":
-            return
-        start = -(-cache.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (cache.data_ptr() + cache.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > start:
-            _libc.madvise(start, end - start, _MADV_DONTNEED)
+        _drop_pages(processor.cache.cache_tensor)
 
     def stop(self) -> None:
         """End the loop's thread."""
@@ -217,3 +213,12 @@ class Batching:
             if self._pause is not None:
                 return  # it waits, and ends with the process
             self._manager.stop(block=True, timeout=2.0, hard_stop=True)
+
+
+def _drop_pages(cache: torch.Tensor) -> None:
+    """Give the memory of a cache of zeros back until it is written to."""
+    if cache.device.type == "cpu":
+        start = -(-cache.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (cache.data_ptr() + cache.numel() * cache.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            _libc.madvise(start, end - start, _MADV_DONTNEED)

@@ -1,0 +1,307 @@
+"""Foreign engines: HTTP servers of others, run inside the model's sandbox, whose weights are their own memory.
+
+A wake starts the server and waits until it is healthy, an evict stops it. In between, every connection to the
+model's UNIX socket is one to the server, byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from omnimodel.errors import OmniError, ProcessError, Reason
+from omnimodel.runtime.engines.listeners import listens_for
+from omnimodel.runtime.requests import NOT_RESIDENT, RequestError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from omnimodel.runtime.engines import Setting
+
+log = logging.getLogger(__name__)
+
+_LOAD_SECONDS = 300.0
+_TERMINATE_SECONDS = 10.0
+_POLL_SECONDS = (0.02, 0.25)
+_CHUNK_BYTES = 256 << 10
+
+
+class ForeignEngine:
+    """A server that is started and stopped; see `engines.Engine`.
+
+    Args:
+        setting: of the process.
+        argv: the command line, made for an address to listen on.
+        health_path: what answers 2xx when the server is ready; empty when accepting a connection is enough.
+        ended: called with the exit status when the server ends without being told to.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        argv: Callable[[int], Sequence[str]],
+        health_path: str,
+        ended: Callable[[int], None],
+    ) -> None:
+        self._setting = setting
+        self._argv = argv
+        self._health_path = health_path
+        self._ended = ended
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._port = 0
+        self._unix = False
+        self.connections = 0
+
+    def start(self) -> None:
+        """Nothing is loaded before the first wake."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """None: the server answers."""
+        return []
+
+    # Command thread
+
+    def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
+        """Start the server and wait until it is healthy.
+
+        Raises:
+            ProcessError: it ended, or was not healthy in time.
+        """
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if self._process is not None:
+            return {}
+        began = time.monotonic()
+        self._port = free_port()
+        argv = list(self._argv(self._port))
+        self._unix = any(socket_path() in part for part in argv)
+        with suppress(FileNotFoundError):
+            os.unlink(socket_path())
+        self._stopping = False
+        try:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
+        except OSError as error:
+            raise ProcessError(
+                self._setting.subject,
+                f"its engine {argv[0]} cannot be started: {error.strerror}",
+                "correct runtime.command or runtime.environment",
+                reason=Reason.HANDLER_FAILED,
+            ) from error
+        self._process = process
+        threading.Thread(target=self._watch, args=(process,), name="engine", daemon=True).start()
+        try:
+            self._wait_until_healthy(process, began)
+        except BaseException:
+            self._terminate()
+            raise
+        seconds = time.monotonic() - began
+        log.info("engine started model=%s seconds=%.3f", self._setting.name, seconds)
+        return {"mapSeconds": seconds}
+
+    def evict(self, *, trim: bool) -> int:  # noqa: ARG002 a stopped engine holds nothing
+        """Stop the server; it has ended when this returns."""
+        self._terminate()
+        return 0
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self._terminate()
+
+    def _wait_until_healthy(self, process: subprocess.Popen[bytes], began: float) -> None:
+        limits = self._setting.spec.get("limits") or {}
+        deadline = began + float(limits.get("loadDeadlineSeconds") or _LOAD_SECONDS)
+        pause_seconds = _POLL_SECONDS[0]
+        while True:
+            status = process.poll()
+            if status is not None:
+                raise ProcessError(self._setting.subject, f"its engine ended while it started ({_status(status)})")
+            if self._healthy(process):
+                return
+            if time.monotonic() > deadline:
+                raise ProcessError(
+                    self._setting.subject,
+                    f"its engine was not healthy after {time.monotonic() - began:.0f} s",
+                    "raise limits.loadDeadline, or correct healthPath",
+                    reason=Reason.LOAD_TIMEOUT,
+                )
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, _POLL_SECONDS[1])
+
+    def _healthy(self, process: subprocess.Popen[bytes]) -> bool:
+        try:
+            with self._connect() as connection:
+                if not self._unix and not listens_for(self._port, process.pid):
+                    raise ProcessError(
+                        self._setting.subject, f"another process listens on its engine's port {self._port}"
+                    )
+                if not self._health_path:
+                    return True
+                client = http.client.HTTPConnection("127.0.0.1")
+                client.sock = connection
+                client.request("GET", self._health_path)
+                return 200 <= client.getresponse().status < 300
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _connect(self) -> socket.socket:
+        if self._unix:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(5.0)
+            connection.connect(socket_path())
+            return connection
+        return socket.create_connection(("127.0.0.1", self._port), timeout=5.0)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if process is self._process and not self._stopping:
+            log.error("engine ended model=%s status=%s", self._setting.name, _status(status))
+            self._ended(status)
+
+    def _terminate(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._stopping = True
+        for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what the server left behind
+
+    # Event loop
+
+    async def listen(self, listener: socket.socket) -> asyncio.Server:
+        """Take connections from the model's socket."""
+        return await asyncio.start_unix_server(self._serve, sock=listener)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            try:
+                if self._process is None:
+                    raise ConnectionRefusedError
+                engine = await (
+                    asyncio.open_unix_connection(socket_path())
+                    if self._unix
+                    else asyncio.open_connection("127.0.0.1", self._port)
+                )
+            except OSError:
+                writer.write(refusal(self._setting.subject))
+                await _drained(writer)
+                return
+            await _splice(reader, writer, *engine)
+        finally:
+            self.connections -= 1
+            writer.close()
+
+
+async def _splice(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    engine_reader: asyncio.StreamReader,
+    engine_writer: asyncio.StreamWriter,
+) -> None:
+    """Carry bytes both ways until one side ends: a client that leaves is one that the engine sees leave."""
+    ways = {
+        asyncio.create_task(_carry(reader, engine_writer)),
+        asyncio.create_task(_carry(engine_reader, writer)),
+    }
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        engine_writer.close()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while chunk := await reader.read(_CHUNK_BYTES):
+            writer.write(chunk)
+            await writer.drain()
+
+
+async def _drained(writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        await writer.drain()
+
+
+def refusal(subject: str) -> bytes:
+    """The HTTP answer of a model whose engine does not run."""
+    error = RequestError(f"{subject} is not resident", code=NOT_RESIDENT, status=503)
+    body = json.dumps(error.body()).encode()
+    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def socket_path() -> str:
+    """Where a server that listens on a UNIX socket has it; the sandbox gives every process a /tmp of its own."""
+    return os.path.join(os.environ.get("TMPDIR", "/tmp"), "engine.sock")  # noqa: S108
+
+
+def free_port() -> int:
+    """A TCP port of this network namespace that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def source_path(setting: Setting) -> str:
+    """Where the model's source is inside the sandbox.
+
+    Raises:
+        OmniError: the spec does not say.
+    """
+    if str(setting.folder) not in ("", "."):
+        return str(setting.folder)
+    for mount in setting.spec.get("mounts") or ():
+        if mount.get("source") is True:
+            return str(mount["path"])
+    raise OmniError(
+        setting.subject, "its source is not mounted", "add a mount with source: true", reason=Reason.SOURCE_NOT_FOUND
+    )
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment; Python engines find the packages that this process finds."""
+    import sys
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _status(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def check_command(setting: Setting, argv: Sequence[str]) -> None:
+    """Raise when a command line is empty.
+
+    Raises:
+        OmniError: it is.
+    """
+    if not argv or not all(isinstance(part, str) for part in argv):
+        raise OmniError(
+            setting.subject,
+            "runtime.command is empty",
+            'write a list of words, "{port}" among them',
+            reason=Reason.INVALID_MANIFEST,
+        )
