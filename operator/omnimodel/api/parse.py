@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +87,7 @@ def validate(document: Any, place: Place = NOWHERE) -> tuple[Resource | None, tu
         violations = [_violation(kind, details, place) for details in failure.errors(include_url=False)]
         return None, tuple(_error(subject, violation, place) for violation in _once(violations))
     violations = list(_nulls(resource.spec, ("spec",)) if hasattr(resource, "spec") else ())
+    violations += _not_json(document.get("spec"), ("spec",))
     violations += resource.violations()
     if isinstance(resource, OmniModel):
         violations += model_violations(resource)
@@ -211,6 +213,17 @@ def _once(violations: list[Violation]) -> Iterator[Violation]:
         if (violation.path, violation.problem) not in seen:
             seen.add((violation.path, violation.problem))
             yield violation
+
+
+def _not_json(value: Any, path: Path) -> Iterator[Violation]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Violation(path, "is no number that JSON knows", "write a finite number, or put it in quotes", value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_json(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_json(item, (*path, index))
 
 
 def _nulls(part: Part, path: Path) -> Iterator[Violation]:

@@ -1,1 +1,14 @@
-"""To be written."""
+"""Pure rendering: an OmniModel in an OmniPool becomes the process spec that an agent runs.
+
+Agents and controllers call it. It does no I/O and reads no clock; the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from omnimodel.render.identity import user_id
+from omnimodel.render.process import render
+from omnimodel.render.references import Config, fill_secrets
+
+render_process = render  # under the name that does not read as the package's
+
+__all__ = ["Config", "fill_secrets", "render", "render_process", "user_id"]
