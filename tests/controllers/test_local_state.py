@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from omnimodel.controllers.local_state import ADDRESS_FILE, Identities, StateLock
+from omnimodel.catalog import Identity
+from omnimodel.controllers.local_state import ADDRESS_FILE, IdentityFile, StateLock
 from omnimodel.errors import OmniError, Reason
 
 HOLDER = """
@@ -81,32 +82,20 @@ def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_generation_grows_with_the_spec_only(tmp_path: Path) -> None:
-    identities = Identities(tmp_path / "objects.json")
-    first = identities.identify("OmniModel default/a", {"x": 1, "y": 2}, 10.0)
-    same = identities.identify("OmniModel default/a", {"y": 2, "x": 1}, 20.0)
-    changed = identities.identify("OmniModel default/a", {"x": 2}, 30.0)
-    assert (first.generation, same, changed.generation) == (1, first, 2)
-    assert (changed.uid, changed.created_seconds) == (first.uid, 10.0)
+KEY = ("OmniModel", "default", "words")
 
 
 def test_identities_outlive_a_restart(tmp_path: Path) -> None:
-    before = Identities(tmp_path / "objects.json")
-    identity = before.identify("OmniModel default/a", {"x": 1}, 10.0)
-    before.keep_only({"OmniModel default/a"})
-    assert Identities(tmp_path / "objects.json").identify("OmniModel default/a", {"x": 1}, 99.0) == identity
+    identity = Identity("uid-1", "2026-11-29T12:00:00Z", 3, "abc")
+    IdentityFile(tmp_path / "objects.json").write({KEY: identity})
+    assert IdentityFile(tmp_path / "objects.json").read() == {KEY: identity}
 
 
-def test_a_recreated_object_is_another_one(tmp_path: Path) -> None:
-    identities = Identities(tmp_path / "objects.json")
-    old = identities.identify("OmniModel default/a", {"x": 1}, 10.0)
-    identities.keep_only(set())
-    new = identities.identify("OmniModel default/a", {"x": 1}, 20.0)
-    assert new.uid != old.uid
-    assert (new.generation, new.created_seconds) == (1, 20.0)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"uid": "x"}}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a/b/c": {"uid": "x"}}', '{"a": {}}', "\x00\xff"])
 def test_a_damaged_identity_file_begins_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / "objects.json").write_text(text, encoding="utf-8")
-    assert Identities(tmp_path / "objects.json").identify("OmniModel default/a", {}, 1.0).generation == 1
+    assert IdentityFile(tmp_path / "objects.json").read() == {}
+
+
+def test_a_missing_identity_file_is_an_empty_one(tmp_path: Path) -> None:
+    assert IdentityFile(tmp_path / "objects.json").read() == {}

@@ -18,7 +18,21 @@ SERVING = ModelReport(
     served=7, wakes=2, last_wake_seconds=0.02, last_request_seconds=1700000000, process=PROCESS,
 )  # fmt: skip
 POOL = PoolReport(
-    "default", "node-1", "host", 1000, 400, 50, 100, 450, 4000, 900, 700, 3200, "namespaces", ("swap limits",), ready=True
+    "default",
+    "node-1",
+    "host",
+    1000,
+    400,
+    50,
+    100,
+    450,
+    4000,
+    900,
+    700,
+    3200,
+    "namespaces",
+    ("swap limits",),
+    ready=True,
 )
 
 

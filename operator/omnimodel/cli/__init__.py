@@ -24,8 +24,8 @@ COMMANDS = {
     "check": ("omnimodel.cli.check", "Send each model its probe and compare the answer."),
     "top": ("omnimodel.cli.top", "Watch models and memory, live."),
     "validate": ("omnimodel.cli.manifests:validate", "Check manifests without running anything."),
-    "plan": ("omnimodel.cli.manifests:plan", "Show what would be placed where, without starting anything."),
-    "crds": ("omnimodel.cli.manifests:crds", "Print the custom resource definitions."),
+    "plan": ("omnimodel.cli.plan", "Show what would be placed where, without starting anything."),
+    "crds": ("omnimodel.cli.crds", "Print the custom resource definitions."),
     "bench": ("omnimodel.cli.bench", "Measure this machine: swaps, spawns, the gateway."),
     "version": ("omnimodel.cli.version", "Print the version."),
 }

@@ -56,7 +56,7 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
         return {"model": name, "result": "skipped", "failures": ["it is suspended"]}
     if not probe:
         return {"model": name, "result": "skipped", "failures": ["its manifest has no probe"]}
-    asked = known_answer.request(_addressed(probe, item["metadata"]["name"]))
+    asked = known_answer.request(addressed(probe, item["metadata"]["name"]))
     headers = {**asked.headers, DEADLINE_HEADER: f"{timeout_seconds:g}"}
     began = time.monotonic()
     try:
@@ -73,7 +73,7 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
     }
 
 
-def _addressed(probe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def addressed(probe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The probe with the model's name in its body: the process itself needs none, a gateway does.
 
     Under /v2 the name is in the path.

@@ -133,8 +133,8 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     from omnimodel.cli.display import Display
     from omnimodel.controllers.local import LocalController
     from omnimodel.controllers.local_backend import LocalBackend
-    from omnimodel.controllers.local_state import OBJECTS_FILE, Identities
-    from omnimodel.gateway import create_app
+    from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
+    from omnimodel.gateway.app import create_app
 
     agent = Agent(options.state_dir)
     runner: web.AppRunner | None = None
@@ -142,7 +142,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     stopping = asyncio.create_task(stops.get())
     try:
         await agent.start()
-        identities = Identities(options.state_dir / OBJECTS_FILE)
+        identities = IdentityFile(options.state_dir / OBJECTS_FILE)
         controller = LocalController(options.folder, agent, identities, pool=options.pool, memory=options.memory)
         runner = web.AppRunner(
             create_app(LocalBackend(agent, controller.refused), controller),

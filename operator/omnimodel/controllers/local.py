@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from omnimodel.api import OmniModel, OmniPool, OmniProcess
+from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, Resource
 from omnimodel.catalog import Catalog, watch
 from omnimodel.controllers import local_status
 from omnimodel.controllers.local_backend import RefusedModel
 from omnimodel.controllers.local_snapshot import Desired, Snapshot, decide, other_pool
-from omnimodel.controllers.local_state import Identities
+from omnimodel.controllers.local_state import IdentityFile
 from omnimodel.errors import ManifestError, OmniError, Reason
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport
+from omnimodel.render import fill_secrets
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class LocalController:
         self,
         folder: Path,
         agent: LocalAgent,
-        identities: Identities,
+        identities: IdentityFile,
         *,
         pool: str = "",
         memory: int | str | None = None,
@@ -105,15 +106,18 @@ class LocalController:
         """Reconcile until cancelled.
 
         Raises:
-            ManifestError: the folder cannot be read at all.
+            OmniError: the first round could not be done: the pool is none of this folder or of this machine.
         """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(), name="catalog-watch")
-            tasks.create_task(self._follow_agent(), name="agent-follow")
-            tasks.create_task(self._loop(), name="reconcile")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(), name="catalog-watch")
+                tasks.create_task(self._follow_agent(), name="agent-follow")
+                tasks.create_task(self._loop(), name="reconcile")
+        except* OmniError as group:
+            raise group.exceptions[0] from None
 
     async def _watch(self) -> None:
-        async for catalog in watch(self._folder):
+        async for catalog in watch(self._folder, identities=self._identities.read()):
             self._catalog = catalog
             counts = len(catalog.models), len(catalog.pools), len(catalog.errors)
             log.info("catalog read models=%d pools=%d errors=%d", *counts)
@@ -133,6 +137,8 @@ class LocalController:
                 await self._reconcile()
                 failures = 0
             except Exception as error:
+                if self._applied is None and isinstance(error, OmniError):
+                    raise
                 # A fault of one round must not end the loop that repairs everything else.
                 pause_seconds = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
                 failures += 1
@@ -157,17 +163,17 @@ class LocalController:
         desired = decide(
             Snapshot(
                 catalog=self._catalog,
-                report=report,
+                budgets={report.pool.pool: report.pool.budget_bytes},
                 footprints=self._remember_footprints(report),
                 pool=self._pool,
                 memory=self._memory,
-                now_seconds=self._wall(),
-            ),
-            self._identities,
+            )
         )
+        self._identities.write(self._catalog.identities)
         self._desired = desired
         if desired.fingerprint != self._applied:
-            await self._agent.apply(desired.processes, desired.pool)
+            filled = [_with_secrets(process, self._catalog) for process in desired.processes]
+            await self._agent.apply(filled, desired.pool)
             self._applied = desired.fingerprint
             log.info("applied processes=%d refused=%d", len(desired.processes), len(desired.refused))
         self._tell_news(desired)
@@ -175,7 +181,7 @@ class LocalController:
     def _remember_footprints(self, report: AgentReport) -> Mapping[str, int]:
         """Footprints as measured. Kept for models that are not assigned now, else they would come and go for ever."""
         for model in report.models:
-            if model.weights_bytes or model.working_bytes:
+            if model.working_bytes:  # weights alone are known before, and are not the whole
                 key = f"{model.namespace}/{model.name}@{model.generation}"
                 self._footprints[key] = model.weights_bytes + model.working_bytes
         return self._footprints
@@ -230,7 +236,7 @@ class LocalController:
                 found = [self._pool_object(pool, desired, report) for pool in desired.pools]
             case "OmniProcess":
                 found = [
-                    {**process.to_dict(), "status": local_status.process_status(by_key.get(process.key))}
+                    _whole(process, local_status.process_status(by_key.get(process.key)))
                     for process in desired.processes
                 ]
             case _:
@@ -252,7 +258,7 @@ class LocalController:
             served_names=desired.plan.served_names.get(model.key, ()),
         )
         self._before[model.subject] = status
-        return {**model.to_dict(), "status": status}
+        return _whole(model, status)
 
     def _pool_object(self, pool: OmniPool, desired: Desired, report: AgentReport) -> dict[str, Any]:
         name = pool.metadata.name
@@ -270,7 +276,7 @@ class LocalController:
             now_seconds=self._wall(),
         )
         self._before[pool.subject] = status
-        return {**pool.to_dict(), "status": status}
+        return _whole(pool, status)
 
     async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """Make a model resident and wait for it."""
@@ -311,6 +317,19 @@ class LocalController:
             for item in self.objects("OmniModel")
             if any(c["type"] == "Reconciling" and c["status"] == "True" for c in item["status"]["conditions"])
         ]
+
+
+def _whole(item: Resource, status: Mapping[str, Any]) -> dict[str, Any]:
+    """An object as an API server would give it: with its namespace even where the manifest leaves it out."""
+    body = item.to_dict()
+    return {**body, "metadata": {**body["metadata"], "namespace": item.metadata.namespace}, "status": status}
+
+
+def _with_secrets(process: OmniProcess, catalog: Catalog) -> OmniProcess:
+    """The process with its secrets in it, for the agent alone; what is shown keeps the references."""
+    spec = process.spec.to_dict()
+    filled = fill_secrets(spec, catalog.secrets(process.metadata.namespace))
+    return process if filled == spec else process.model_copy(update={"spec": ProcessSpec.model_validate(filled)})
 
 
 def _error_object(error: ManifestError) -> dict[str, Any]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from datetime import datetime
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, priority_number
 from omnimodel.catalog import Catalog
-from omnimodel.controllers.local_state import Identities, Identity
-from omnimodel.controllers.local_status import Refusal, timestamp
+from omnimodel.controllers.local_status import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.placement.assignment import ModelDemand, Plan, PoolSupply, plan
-from omnimodel.protocol.report import AgentReport
 from omnimodel.quantity import AUTO, parse_bytes
 from omnimodel.render import render_process
-
-Object = TypeVar("Object", OmniModel, OmniPool)
 
 DEFAULT_POOL = "default"
 
@@ -27,19 +23,17 @@ class Snapshot:
 
     Args:
         catalog: the last good version of every manifest.
-        report: of the agent.
+        budgets: device budget in bytes by name of the pool; 0 or missing while it is unknown.
         footprints: measured footprints in bytes by `namespace/name@generation`.
         pool: the pool this machine was told to serve; empty for the only one, or `default`.
         memory: device budget that replaces the pool's own.
-        now_seconds: Unix time.
     """
 
     catalog: Catalog
-    report: AgentReport | None
+    budgets: Mapping[str, int]
     footprints: Mapping[str, int]
     pool: str
     memory: int | str | None
-    now_seconds: float
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,7 @@ class Desired:
         refused: model key -> why it has no process here.
         notes: model key -> (reason, sentence) of what to know beside that.
         plan: the placement, for `omni plan`.
+        sizes: model key -> footprint in bytes that it was made with; 0 for unknown.
     """
 
     models: tuple[OmniModel, ...]
@@ -61,7 +56,8 @@ class Desired:
     processes: tuple[OmniProcess, ...]
     refused: Mapping[str, Refusal]
     notes: Mapping[str, Sequence[tuple[str, str]]]
-    plan: Plan = field(compare=False)
+    plan: Plan
+    sizes: Mapping[str, int]
 
     @property
     def fingerprint(self) -> object:
@@ -72,35 +68,27 @@ class Desired:
 
 def default_pool() -> OmniPool:
     """The pool of this machine when no manifest describes one: `auto` in everything (docs/memory.md says how much)."""
-    return OmniPool.model_validate(
-        {"metadata": {"name": DEFAULT_POOL}, "spec": {"device": {"type": "auto", "memory": "auto"}}}
-    )
+    pool = OmniPool.model_validate({"metadata": {"name": DEFAULT_POOL}, "spec": {}})
+    return pool.with_metadata(generation=1)
 
 
-def decide(snapshot: Snapshot, identities: Identities) -> Desired:
-    """Turn a snapshot into what there should be. Remembers the identity of every object."""
-    found_models, found_pools = snapshot.catalog.models, snapshot.catalog.pools or (default_pool(),)
-    known = {
-        item.subject: identities.identify(item.subject, item.to_dict().get("spec"), snapshot.now_seconds)
-        for item in (*found_models, *found_pools)
-    }
-    models = tuple(_identified(model, known[model.subject]) for model in found_models)
-    pools = tuple(_identified(pool, known[pool.subject]) for pool in found_pools)
-    identities.keep_only(known)
-    pool = _with_memory(_chosen(pools, snapshot.pool), snapshot.memory)
-    pools = tuple(pool if other.metadata.name == pool.metadata.name else other for other in pools)
-
-    placed = plan(
-        [_demand(model, snapshot.footprints, known[model.subject].created_seconds) for model in models],
-        [_supply(pool, snapshot.report)],
-    )
+def decide(snapshot: Snapshot) -> Desired:
+    """Turn a snapshot into what there should be."""
+    catalog = snapshot.catalog
+    models = catalog.models
+    pools = catalog.pools or (default_pool(),)
+    chosen = _chosen(pools, snapshot.pool)
+    pool = _with_memory(chosen, snapshot.memory)
+    demands = [_demand(model, snapshot.footprints) for model in models]
+    placed = plan(demands, [_supply(pool, snapshot.budgets)])
     refused = {finding.model: Refusal(finding.reason, finding.message) for finding in placed.refused}
     notes: dict[str, list[tuple[str, str]]] = {}
     for finding in placed.warnings:
         notes.setdefault(finding.model, []).append((str(finding.reason), finding.message))
     for model in models:
-        if model.spec.pool != pool.metadata.name and model.spec.pool in {other.metadata.name for other in pools}:
-            refused[model.key] = Refusal(Reason.POOL_NOT_FOUND, other_pool(model.spec.pool, pool))
+        named = catalog.pool_of(model)
+        if named is not None and named.key != pool.key:
+            refused[model.key] = Refusal(Reason.POOL_NOT_FOUND, other_pool(named.metadata.name, pool))
 
     processes = []
     for model in models:
@@ -112,20 +100,14 @@ def decide(snapshot: Snapshot, identities: Identities) -> Desired:
             refused[model.key] = Refusal(Reason.NAME_TAKEN, f"it has no name left to be served by: {taken}")
             continue
         try:
-            processes.append(render_process(model, pool, served_names=names))
+            processes.append(
+                render_process(model, pool, config=catalog.config(model.metadata.namespace), served_names=names)
+            )
         except OmniError as error:
             message = f"{error.problem}; {error.cure}" if error.cure else error.problem
             refused[model.key] = Refusal(error.reason, message)
-    return Desired(models, pools, pool, tuple(processes), refused, notes, placed)
-
-
-def _identified(item: Object, identity: Identity) -> Object:
-    """The object with the metadata that an API server would have given it."""
-    return item.with_metadata(
-        uid=identity.uid,
-        generation=identity.generation,
-        creation_timestamp=timestamp(identity.created_seconds),
-    )
+    sizes = {demand.key: demand.footprint_bytes for demand in demands}
+    return Desired(models, pools, pool, tuple(processes), refused, notes, placed, sizes)
 
 
 def _chosen(pools: Sequence[OmniPool], name: str) -> OmniPool:
@@ -152,7 +134,7 @@ def _with_memory(pool: OmniPool, memory: int | str | None) -> OmniPool:
     return OmniPool.model_validate(body)
 
 
-def _demand(model: OmniModel, footprints: Mapping[str, int], created_seconds: float) -> ModelDemand:
+def _demand(model: OmniModel, footprints: Mapping[str, int]) -> ModelDemand:
     spec = model.spec
     asked = spec.resources.device_memory
     asked_bytes = 0 if asked == AUTO else parse_bytes(asked)  # the manifest's word wins over a measurement
@@ -163,17 +145,21 @@ def _demand(model: OmniModel, footprints: Mapping[str, int], created_seconds: fl
         pool=spec.pool,
         footprint_bytes=asked_bytes or measured_bytes,
         served_names=model.names,
-        created_seconds=created_seconds,
+        created_seconds=_unix_seconds(model.metadata.creation_timestamp),
         keep_resident=spec.residency.keep_resident,
         priority=priority_number(spec.residency.priority),
         suspended=spec.suspend,
     )
 
 
-def _supply(pool: OmniPool, report: AgentReport | None) -> PoolSupply:
+def _unix_seconds(timestamp: str) -> float:
+    return datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
+
+
+def _supply(pool: OmniPool, budgets: Mapping[str, int]) -> PoolSupply:
     return PoolSupply(
         name=pool.metadata.name,
-        budget_bytes=report.pool.budget_bytes if report is not None and report.pool.pool == pool.metadata.name else 0,
+        budget_bytes=budgets.get(pool.metadata.name, 0),
         overcommit_limit=pool.spec.overcommit.limit if pool.spec.overcommit else 0.0,
     )
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-import uuid
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from omnimodel.catalog import Identity, Key, identity_keys, read_identities
 from omnimodel.errors import OmniError, Reason
 
 LOCK_FILE = "lock"
@@ -79,25 +77,8 @@ class StateLock:
         write_atomically(self.root / ADDRESS_FILE, f"{address}\n")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What an API server would have given an object.
-
-    Args:
-        uid: stays while the object exists; a re-created one has another.
-        generation: grows by one with each change of its spec.
-        created_seconds: Unix time; the oldest object keeps a name that two of them want.
-        spec_hash: of the spec this generation stands for.
-    """
-
-    uid: str
-    generation: int
-    created_seconds: float
-    spec_hash: str
-
-
-class Identities:
-    """Uids and generations of the objects of a folder, kept over restarts.
+class IdentityFile:
+    """Uids and generations of a folder's objects, kept over restarts.
 
     Args:
         path: the file they are kept in; a damaged one is begun anew.
@@ -105,38 +86,17 @@ class Identities:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, Identity] = {}
+        self._written: Mapping[Key, Identity] | None = None
+
+    def read(self) -> dict[Key, Identity]:
+        """What an earlier run knew."""
         try:
-            self._known = {key: Identity(**value) for key, value in json.loads(path.read_text("utf-8")).items()}
-        except (FileNotFoundError, ValueError, TypeError, AttributeError):
-            self._known = {}
+            return read_identities(json.loads(self._path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+            return {}
 
-    def identify(self, key: str, spec: object, now_seconds: float) -> Identity:
-        """The identity of an object as it stands now.
-
-        Args:
-            key: `OmniModel default/smollm2`.
-            spec: its spec as JSON values; a difference makes a new generation.
-            now_seconds: Unix time.
-        """
-        text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
-        spec_hash = hashlib.sha256(text.encode()).hexdigest()
-        known = self._known.get(key)
-        if known is None:
-            known = Identity(str(uuid.uuid4()), 1, now_seconds, spec_hash)
-        elif known.spec_hash != spec_hash:
-            known = Identity(known.uid, known.generation + 1, known.created_seconds, spec_hash)
-        self._known[key] = known
-        return known
-
-    def keep_only(self, keys: Collection[str]) -> None:
-        """Forget the objects that are gone, and write the rest down."""
-        before = dict(self._known)
-        self._known = {key: value for key, value in before.items() if key in keys}
-        text = json.dumps({key: asdict(value) for key, value in self._known.items()}, indent=1)
-        try:
-            if self._path.read_text("utf-8") == text:
-                return
-        except (FileNotFoundError, ValueError):
-            pass
-        write_atomically(self._path, text)
+    def write(self, identities: Mapping[Key, Identity]) -> None:
+        """Keep what this run knows."""
+        if identities != self._written:
+            write_atomically(self._path, json.dumps(identity_keys(identities), indent=1))
+            self._written = dict(identities)

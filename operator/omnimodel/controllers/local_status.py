@@ -20,6 +20,7 @@ _WORK = {
     "building": ("Building", "its environment is being built"),
     "publishing": ("Publishing", "its weights are being published as an image"),
     "starting": ("Starting", "its process is being started"),
+    "probing": ("Probing", "its known answer is being checked"),
     "pending": ("Pending", "the agent has not begun with it yet"),
 }
 # What does not change by waiting. SizeUnknown does, and so does everything without a reason of its own.

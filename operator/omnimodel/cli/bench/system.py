@@ -1,0 +1,128 @@
+"""A running system to measure: the one at an address, or one that is started for the benchmark and stopped after it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import psutil
+
+from omnimodel.cli import output
+from omnimodel.cli.check import addressed
+from omnimodel.cli.client import Answer, Client
+from omnimodel.cli.target import state_dir_option
+from omnimodel.errors import OmniError, Reason
+from omnimodel.protocol import probe as known_answer
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class System:
+    """What a benchmark measures.
+
+    Args:
+        client: to talk to it.
+        state_dir: where it keeps its state; None for one on another machine.
+        pid: of its main process; 0 when it is not of this machine.
+    """
+
+    client: Client
+    state_dir: Path | None
+    pid: int
+
+    def models(self) -> list[dict[str, Any]]:
+        """Models that are Ready and have a probe."""
+        return [
+            item
+            for item in self.client.objects("omnimodels")
+            if output.condition(item, "Ready").get("status") == "True" and item.get("spec", {}).get("probe")
+        ]
+
+    def ask(self, item: dict[str, Any], timeout_seconds: float = 300.0) -> Answer:
+        """Send a model its probe."""
+        asked = known_answer.request(addressed(item["spec"]["probe"], item["metadata"]["name"]))
+        return self.client.request(asked.method, asked.path, asked.body, asked.headers, timeout_seconds)
+
+    def wrong(self, item: dict[str, Any], answer: Answer) -> list[str]:
+        """What is wrong with an answer to the probe."""
+        return known_answer.failures(item["spec"]["probe"], answer.status, answer.headers, answer.body)
+
+    def footprint(self) -> tuple[int, int]:
+        """Private bytes and open descriptors of the main process and all that it started; zeros elsewhere."""
+        if not self.pid:
+            return 0, 0
+        private_bytes = descriptors = 0
+        root = psutil.Process(self.pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                private_bytes += process.memory_full_info().uss
+                descriptors += process.num_fds()
+        return private_bytes, descriptors
+
+
+def system_options(function: Function) -> Function:
+    """Add `--address`, `--catalog` and `--state-dir`."""
+    address = click.option("--address", envvar="OMNI_ADDRESS", metavar="URL", help="Measure the system there.")
+    catalog = click.option(
+        "--catalog",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        default=Path("examples/catalog"),
+        show_default=True,
+        help="Without an address: start a system on these manifests.",
+    )
+    return address(catalog(state_dir_option(function)))
+
+
+@contextlib.contextmanager
+def running(address: str | None, catalog: Path, state_dir: Path) -> Iterator[System]:
+    """The system at an address, or one of its own on the state directory for as long as the context lasts.
+
+    Raises:
+        OmniError: it did not become ready.
+    """
+    if address:
+        yield System(Client(address), None, 0)
+        return
+    command = [sys.executable, "-c", "from omnimodel.cli import main; main()"]
+    command += ["up", str(catalog), "--listen", "127.0.0.1:0", "--state-dir", str(state_dir), "-o", "json"]
+    click.echo(f"starting a system on {catalog} (the first time it fetches and publishes every model)", err=True)
+    with tempfile.TemporaryFile() as messages:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, start_new_session=True)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                messages.seek(0)
+                said = messages.read().decode(errors="replace").strip()
+                raise OmniError("the measured system", f"it did not start: {said}", reason=Reason.CRASHED)
+            ready = json.loads(line)
+            for failure in ready.get("failed", ()):
+                click.echo(f"not measured: {failure['model']}: {failure['message']}", err=True)
+            yield System(Client(ready["address"]), state_dir, process.pid)
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a system and everything that it started."""
+    process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + STOP_SECONDS
+    if process.stdout is not None:
+        process.stdout.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+        return
+    process.kill()
+    process.wait()

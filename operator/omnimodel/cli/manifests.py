@@ -1,0 +1,69 @@
+"""`omni validate` and `omni crds`: manifests and their schema, without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from omnimodel.cli import output
+from omnimodel.cli.exits import ExitCode
+from omnimodel.errors import ManifestError, Reason
+
+paths_argument = click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="PATH..."
+)
+
+
+@click.command()
+@paths_argument
+@click.option("-o", "--output", "form", type=click.Choice(["json"]), help="Write the errors as JSON.")
+@click.pass_context
+def validate(context: click.Context, paths: tuple[Path, ...], form: str | None) -> None:
+    """Check manifests in files and folders: one line an error, with file, line, field and what to write instead.
+
+    Exits with 2 when there is one.
+    """
+    from omnimodel.catalog import load
+
+    catalog = load(paths)
+    errors = [*catalog.errors, *_across(catalog)]
+    for note in catalog.notes:
+        click.echo(note, err=True)
+    if form == "json":
+        output.write_json({"items": [error_object(error) for error in errors]})
+    else:
+        for error in errors:
+            click.echo(str(error))
+    counted = f"{len(catalog.models)} models, {len(catalog.pools)} pools"
+    if errors:
+        click.echo(f"{len(errors)} errors; without them {counted}", err=True)
+        context.exit(ExitCode.USAGE)
+    click.echo(f"valid: {counted}", err=True)
+
+
+def _across(catalog: Any) -> Iterator[ManifestError]:
+    """What is wrong between objects that are good by themselves: names that two want, pools that are not there."""
+    from omnimodel.controllers.local_snapshot import Snapshot, decide
+
+    desired = decide(Snapshot(catalog, {}, {}, "", None))
+    for model in desired.models:
+        file, _, line = catalog.places.get(("OmniModel", *model.key.split("/")), "").rpartition(":")
+        at: dict[str, Any] = {"file": file, "line": int(line or 0)}
+        for reason, message in desired.notes.get(model.key, ()):
+            if reason == Reason.NAME_TAKEN:
+                yield ManifestError(model.subject, message, field="spec.servedNames", reason=Reason.NAME_TAKEN, **at)
+        refusal = desired.refused.get(model.key)
+        if refusal is None or refusal.reason in {Reason.SUSPENDED, Reason.NAME_TAKEN}:
+            continue
+        if refusal.reason == Reason.POOL_NOT_FOUND and (catalog.pool_of(model) is not None or not catalog.pools):
+            continue  # another machine's, or described in files that were not given
+        yield ManifestError(model.subject, refusal.message, reason=Reason(refusal.reason), **at)
+
+
+def error_object(error: ManifestError) -> dict[str, Any]:
+    """An error as JSON values."""
+    names = ("file", "line", "subject", "field", "problem", "cure")
+    return {**{name: getattr(error, name) for name in names}, "reason": str(error.reason), "message": str(error)}

@@ -1,0 +1,157 @@
+"""`omni plan`: what would be placed where, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from omnimodel.cli import output
+from omnimodel.cli.exits import ExitCode
+from omnimodel.cli.manifests import error_object, paths_argument
+from omnimodel.cli.target import state_dir_option
+from omnimodel.cli.up import Memory
+
+if TYPE_CHECKING:
+    from omnimodel.api import OmniPool
+    from omnimodel.catalog import Catalog
+    from omnimodel.controllers.local_snapshot import Desired
+
+EXCLUSIVE_SHOWN = 20
+
+
+@click.command()
+@paths_argument
+@click.option("--memory", type=Memory(), help="Try this device budget instead of the pools' own.")
+@click.option("-o", "--output", "form", type=click.Choice(["json"]), help="Write the plan as JSON.")
+@state_dir_option
+@click.pass_context
+def command(
+    context: click.Context, paths: tuple[Path, ...], memory: str | None, form: str | None, state_dir: Path
+) -> None:
+    """Show where each model of PATH... would go, how far that over-commits, and what can never be resident together.
+
+    Sizes are those of the manifests, or what a system with this state directory has measured.
+    """
+    from omnimodel.catalog import load
+
+    catalog = load(paths)
+    plans = [_plan(catalog, name, memory, state_dir) for name in _pool_names(catalog)]
+    if form == "json":
+        pools = [_as_json(found) for found in plans]
+        output.write_json({"pools": pools, "errors": [error_object(error) for error in catalog.errors]})
+    else:
+        for number, found in enumerate(plans):
+            if number:
+                click.echo()
+            for line in _as_text(found):
+                click.echo(line)
+        for error in catalog.errors:
+            click.echo(f"error: {error}", err=True)
+    if catalog.errors:
+        context.exit(ExitCode.USAGE)
+
+
+def _pool_names(catalog: Catalog) -> list[str]:
+    """The pools there are; without one, that of this machine."""
+    return list(dict.fromkeys(pool.metadata.name for pool in catalog.pools)) or [""]
+
+
+def _plan(catalog: Catalog, pool: str, memory: str | None, state_dir: Path) -> Desired:
+    """The decision a controller of that pool would make."""
+    from omnimodel.controllers.local_snapshot import Snapshot, decide
+
+    # Once without sizes: only rendered processes have the hashes by which sizes are known.
+    blind = Snapshot(catalog, {}, {}, pool, memory)
+    desired = decide(blind)
+    budgets = {desired.pool.metadata.name: _budget_bytes(desired.pool)}
+    return decide(replace(blind, budgets=budgets, footprints=_known_sizes(desired, state_dir)))
+
+
+def _budget_bytes(pool: OmniPool) -> int:
+    """The device budget of a pool on this machine."""
+    from omnimodel.agent.supply import supply
+
+    return supply(pool).budget_bytes
+
+
+def _known_sizes(desired: Desired, state_dir: Path) -> dict[str, int]:
+    """Footprints that were measured on this state directory, by `namespace/name@generation`."""
+    from omnimodel.agent.layout import Layout
+    from omnimodel.agent.preparation import Footprint, image_key, resolve_dtype
+    from omnimodel.memory.store import Store
+
+    layout = Layout(state_dir)
+    if not layout.store.is_dir():
+        return {}
+    store = Store(layout.store)
+    sizes = {}
+    for process in desired.processes:
+        spec = process.spec.to_dict()
+        image = store.lookup(image_key(spec, resolve_dtype(spec["dtype"])))
+        footprint = Footprint.load(layout, spec["hash"])
+        if image is not None and footprint is not None:
+            sizes[f"{process.key}@{process.metadata.generation}"] = image.bytes + footprint.working_bytes
+    return sizes
+
+
+def _rows(desired: Desired) -> Iterator[tuple[str, str, str, str]]:
+    """(model, size, where, remark) of each model that is meant for this pool."""
+    from omnimodel.errors import Reason
+
+    demands = {pod.pool: pod for pod in desired.plan.pods}
+    for model in desired.models:
+        refusal = desired.refused.get(model.key)
+        size_bytes = desired.sizes.get(model.key, 0)
+        shown = output.size(size_bytes) if size_bytes else "unknown"
+        if refusal is None:
+            remarks = [message for reason, message in desired.notes.get(model.key, ()) if reason == Reason.NAME_TAKEN]
+            yield model.key, shown, next(iter(demands), "-"), "; ".join(remarks)
+        elif refusal.reason != Reason.POOL_NOT_FOUND or model.spec.pool == desired.pool.metadata.name:
+            yield model.key, shown, "-", f"{refusal.reason}: {refusal.message}"
+
+
+def _as_text(desired: Desired) -> Iterator[str]:
+    for pod in desired.plan.pods:
+        budget, footprints = output.size(pod.budget_bytes), output.size(pod.footprint_bytes)
+        yield (
+            f"pool {pod.pool}: {len(pod.models)} models, {footprints} of footprints on a budget of {budget}, "
+            f"over-commit {pod.overcommit_ratio:.2f}; at most {pod.together} resident at once"
+        )
+    rows = [("MODEL", "SIZE", "POOL", ""), *_rows(desired)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "   ".join(["  " + cells[0], *cells[1:], row[3]]).rstrip()
+    for pod in desired.plan.pods:
+        if pod.exclusive:
+            yield "never resident together:"
+        for group in pod.exclusive[:EXCLUSIVE_SHOWN]:
+            yield f"  {' + '.join(group.models)}: {group.message}"
+        if pod.exclusive_more or len(pod.exclusive) > EXCLUSIVE_SHOWN:
+            yield "  … and more"
+
+
+def _as_json(desired: Desired) -> dict[str, Any]:
+    pod = desired.plan.pods[0]
+    return {
+        "pool": pod.pool,
+        "budgetBytes": pod.budget_bytes,
+        "footprintBytes": pod.footprint_bytes,
+        "keptBytes": pod.kept_bytes,
+        "overcommitRatio": round(pod.overcommit_ratio, 3),
+        "residentTogether": pod.together,
+        "models": [
+            {"model": key, "footprintBytes": desired.sizes.get(key, 0), "servedNames": list(names)}
+            for key, names in desired.plan.served_names.items()
+            if key in pod.models
+        ],
+        "refused": [
+            {"model": key, "reason": str(refusal.reason), "message": refusal.message}
+            for key, refusal in desired.refused.items()
+        ],
+        "neverTogether": [{"models": list(group.models), "message": group.message} for group in pod.exclusive],
+    }
