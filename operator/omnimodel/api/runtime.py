@@ -187,7 +187,7 @@ class Runtime(Part):
     )
     health_path: AbsolutePath | None = Field(
         default=None,
-        description="For engine command: answers 2xx when it can serve; accepting a connection is enough when left out.",
+        description="For engine command: answers 2xx when it can serve; a connection is enough when left out.",
         examples=["/health"],
     )
     env: dict[EnvName, EnvValue] = Field(
