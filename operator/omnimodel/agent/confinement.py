@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,20 +119,37 @@ def _mounts(mounts: Sequence[Mapping[str, Any]], folder: Path, source: Path | No
         if origin is True:
             if source is not None:
                 made.append(Mount(str(source), mount["path"]))
-            continue
-        if origin.get("volume"):
+        elif "volume" in origin:
             made.append(Mount(origin["volume"]["path"], mount["path"], read_only=mount["readOnly"]))
-            continue
-        place = folder / mount["name"]
-        place.mkdir(parents=True, mode=0o711)
-        folder.chmod(0o711)
-        secret = bool(origin.get("secret"))
-        for name, text in (origin.get("files") or {}).items():
-            file = place / name
-            file.write_text(text, encoding="utf-8")
-            file.chmod(0o400 if secret else 0o444)
-            if secret:
-                shutil.chown(file, uid, uid)
-        place.chmod(0o755)
-        made.append(Mount(str(place), mount["path"]))
+        elif "empty" in origin:
+            place = _folder(folder, mount["name"])
+            if os.geteuid() == 0:
+                os.chown(place, uid, uid)
+            made.append(Mount(str(place), mount["path"], read_only=False, size_bytes=origin["empty"]["sizeBytes"]))
+        else:
+            place = _folder(folder, mount["name"])
+            content = {name: text.encode(errors="surrogateescape") for name, text in (origin.get("files") or {}).items()}
+            content |= {name: base64.b64decode(text) for name, text in (origin.get("binaryFiles") or {}).items()}
+            for name, raw in content.items():
+                _write(place / name, raw, owner=uid if "secret" in origin else None)
+            made.append(Mount(str(place), mount["path"]))
     return made
+
+
+def _folder(folder: Path, name: str) -> Path:
+    place = folder / name
+    place.mkdir(parents=True)
+    folder.chmod(0o711)
+    place.chmod(0o755)
+    return place
+
+
+def _write(path: Path, content: bytes, *, owner: int | None) -> None:
+    """Write a file that everyone may read, or, with an owner, nobody else."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        if owner is None:
+            os.fchmod(descriptor, 0o444)
+        elif os.geteuid() == 0:
+            os.fchown(descriptor, owner, owner)

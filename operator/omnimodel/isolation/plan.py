@@ -26,11 +26,17 @@ _STRENGTH = {Level.PROCESS: 0, Level.LANDLOCK: 1, Level.NAMESPACES: 2}
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of the machine (`source`) shown at `target` inside the sandbox."""
+    """A file or folder of the machine (`source`) shown at `target` inside the sandbox.
+
+    Args:
+        size_bytes: when not 0, `target` is an empty folder in memory of that size instead, where mounting is possible;
+            below the level `namespaces` it is `source` itself, without a bound.
+    """
 
     source: str
     target: str
     read_only: bool = True
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,10 @@ def change_root(plan: SandboxPlan) -> tuple[str, ...]:
     os.unlink(root.path("/run/meminfo"))
     root.tmpfs("/tmp", plan.tmp_bytes, "1777")  # noqa: S108
     for descriptor, mount in sources:
-        root.bind(descriptor, mount.target, read_only=mount.read_only)
+        if mount.size_bytes:
+            root.tmpfs(mount.target, mount.size_bytes, "1777")
+        else:
+            root.bind(descriptor, mount.target, read_only=mount.read_only)
         os.close(descriptor)
     for folder in plan.hidden:
         if os.path.isdir(root.path(folder)):
