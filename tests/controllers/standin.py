@@ -29,7 +29,7 @@ class StandInAgent:
         self.events = EventLog()
         self.applied: list[tuple[list[OmniProcess], OmniPool]] = []
         self.footprints = dict(footprints or {})
-        self.models: dict[str, ModelReport] = {}
+        self.reports: dict[str, ModelReport] = {}
         self.fail_apply: Exception | None = None
         self._pool = PoolReport(
             "",
@@ -55,9 +55,9 @@ class StandInAgent:
             raise self.fail_apply
         self.applied.append((list(processes), pool))
         self._pool = replace(self._pool, pool=pool.metadata.name)
-        self.models = {process.key: self.models.get(process.key) or self._serving(process) for process in processes}
+        self.reports = {process.key: self.reports.get(process.key) or self._serving(process) for process in processes}
         for process in processes:
-            self.models[process.key] = replace(self.models[process.key], generation=process.spec.generation)
+            self.reports[process.key] = replace(self.reports[process.key], generation=process.spec.generation)
         self.ring()
 
     def _serving(self, process: OmniProcess) -> ModelReport:
@@ -69,14 +69,14 @@ class StandInAgent:
 
     def say(self, key: str, **changes: Any) -> None:
         """Report something else of one model."""
-        self.models[key] = replace(self.models[key], **changes)
+        self.reports[key] = replace(self.reports[key], **changes)
         self.ring()
 
     def ring(self) -> None:
         self._changed.set()
 
     def report(self) -> AgentReport:
-        return AgentReport(self._pool, tuple(self.models.values()))
+        return AgentReport(self._pool, tuple(self.reports.values()))
 
     async def wait_changed(self) -> None:
         await self._changed.wait()

@@ -281,7 +281,7 @@ async def test_a_failed_model_is_settled_and_a_good_edit_recovers_it(folder: Pat
         agent.say("default/words", ready=False, phase="failed", reason="BadArtifact", message="cut off")
         assert condition(controller, "words") == ("False", "BadArtifact", "cut off")
         assert not controller.unsettled()
-        agent.models.clear()
+        agent.reports.clear()
         write_model(folder, "words", flavour="good")
         await until(lambda: condition(controller, "words")[0] == "True", "Ready")
 

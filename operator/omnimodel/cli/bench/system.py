@@ -95,7 +95,7 @@ def running(address: str | None, catalog: Path, state_dir: Path) -> Iterator[Sys
     if address:
         yield System(Client(address), None, 0)
         return
-    command = [sys.executable, "-c", "from omnimodel.cli import main; main()"]
+    command = [sys.executable, "-m", "omnimodel.cli"]
     command += ["up", str(catalog), "--listen", "127.0.0.1:0", "--state-dir", str(state_dir), "-o", "json"]
     click.echo(f"starting a system on {catalog} (the first time it fetches and publishes every model)", err=True)
     with tempfile.TemporaryFile() as messages:
