@@ -11,19 +11,7 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from omnimodel.quantity import (
-    AUTO,
-    BYTES_PATTERN,
-    CPU_PATTERN,
-    DURATION_PATTERN,
-    NEVER,
-    QuantityError,
-    parse_bytes,
-    parse_bytes_or_share,
-    parse_cpu,
-    parse_duration,
-    parse_lifetime,
-)
+from omnimodel.quantity import QuantityError
 
 REFUSAL = "omni"  # the type of errors that already have a problem and a cure
 LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -66,141 +54,9 @@ def cel(rule: str, problem: str, cure: str) -> dict[str, Any]:
     return {"rule": rule, "message": f"{problem}; {cure}"}
 
 
-def _quantity(value: Any) -> Any:
-    if value != AUTO:
-        try:
-            parse_bytes(value)
-        except QuantityError as error:
-            if "did you mean" in error.cure or error.problem.startswith("is a share") or _is_fraction(value):
-                cure = "write a quantity such as 24Gi, or auto; a share belongs in spec.device.memory of an OmniPool"
-                raise refusal("is a share, and a model asks for bytes", cure) from None
-            raise
-    return value
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, str) and value.strip()[:1] in ("0", ".") and "." in value)
-
-
-def _pool_quantity(value: Any) -> Any:
-    if value != AUTO:
-        parse_bytes_or_share(value)
-    return value
-
-
-def _bytes(value: Any) -> Any:
-    parse_bytes(value)
-    return value
-
-
-def _duration(value: Any) -> Any:
-    if parse_duration(value) <= 0:
-        raise refusal("is no time at all", "write a duration such as 30s, or leave the field out")
-    return value
-
-
-def _duration_or_zero(value: Any) -> Any:
-    parse_duration(value)
-    return value
-
-
-def _lifetime(value: Any) -> Any:
-    parse_lifetime(value)
-    return value
-
-
-def _cpu(value: Any) -> Any:
-    parse_cpu(value)
-    return value
-
-
-_ENOUGH = "quantity(string(self)).compareTo(quantity('1Mi')) >= 0"
-
-
-def _int_or_string(*words: str, share: bool = False, problem: str, cure: str) -> dict[str, Any]:
-    """Schema of a quantity: an integer number of bytes or a text, whose refusal is our sentence."""
-    pattern = BYTES_PATTERN.replace("\\", "\\\\")
-    alternatives = [f"string(self) == '{word}'" for word in words]
-    if share:
-        alternatives.append("string(self).matches('^([1-9][0-9]?|100)%$')")
-    alternatives.append(f"(string(self).matches('{pattern}') && {_ENOUGH})")
-    return {
-        "x-kubernetes-int-or-string": True,
-        "maxLength": 32,
-        "x-kubernetes-validations": [cel(" || ".join(alternatives), problem, cure)],
-    }
-
-
-Quantity = Annotated[
-    int | str,
-    Checked(
-        _bytes, _int_or_string(problem="is not a quantity of at least 1Mi", cure="write one such as 24Gi or 1500M")
-    ),
-]
-QuantityOrAuto = Annotated[
-    int | str,
-    Checked(
-        _quantity,
-        _int_or_string(
-            AUTO, problem="is not a quantity of at least 1Mi, nor auto", cure="write one such as 24Gi or 1500M, or auto"
-        ),
-    ),
-]
-PoolQuantity = Annotated[
-    int | str,
-    Checked(
-        _pool_quantity,
-        _int_or_string(
-            AUTO,
-            share=True,
-            problem="is not a quantity of at least 1Mi, a share, nor auto",
-            cure="write one such as 24Gi, 80% or auto",
-        ),
-    ),
-]
-_DURATION_CEL = f"self.matches('{DURATION_PATTERN}')".replace("\\", "\\\\")
-_DURATION_CURE = "write one such as 30s, 5m or 1h30m"
-
-
-def _text_schema(limit: int, **rest: Any) -> dict[str, Any]:
+def text_schema(limit: int, **rest: Any) -> dict[str, Any]:
+    """Schema of a text of at most `limit` characters."""
     return {"type": "string", "maxLength": limit, **rest}
-
-
-_DURATION_SCHEMA = _text_schema(
-    32, **{"x-kubernetes-validations": [cel(_DURATION_CEL, "is not a duration", _DURATION_CURE)]}
-)
-Duration = Annotated[str, Checked(_duration, _DURATION_SCHEMA)]
-DurationOrZero = Annotated[str, Checked(_duration_or_zero, _DURATION_SCHEMA)]
-Lifetime = Annotated[
-    str,
-    Checked(
-        _lifetime,
-        _text_schema(
-            32,
-            **{
-                "x-kubernetes-validations": [
-                    cel(
-                        f"self == '{NEVER}' || {_DURATION_CEL}",
-                        "is not a duration, nor never",
-                        f"{_DURATION_CURE}, or never",
-                    ),
-                    cel(
-                        "!self.matches('^([0.]+(ms|s|m|h))+$')",
-                        "is not a lifetime",
-                        "did you mean never? Else write a duration such as 5m",
-                    ),
-                ]
-            },
-        ),
-    ),
-]
-# A number with a fraction is no int-or-string of Kubernetes, so the node has no type and CEL cannot see it.
-Cpu = Annotated[
-    int | float | str,
-    Checked(
-        _cpu, {"x-kubernetes-preserve-unknown-fields": True, "maxLength": 32, "pattern": CPU_PATTERN, "minimum": 0.001}
-    ),
-]
 
 
 def text(pattern: str, problem: str, cure: str | Callable[[str], str], limit: int, *, empty: bool = False) -> Checked:
@@ -217,8 +73,7 @@ def text(pattern: str, problem: str, cure: str | Callable[[str], str], limit: in
 
     def check(value: Any) -> str:
         if not isinstance(value, str):
-            what = "is missing a value" if value is None else "is not text"
-            raise refusal(what, f'write it in quotes: "{value}"' if _scalar(value) else _cure(cure, ""))
+            raise refusal("is not text", f'write it in quotes: "{value}"' if _scalar(value) else _cure(cure, ""))
         if not value and not empty:
             raise refusal("is empty", _cure(cure, value))
         if len(value) > limit:
@@ -229,7 +84,7 @@ def text(pattern: str, problem: str, cure: str | Callable[[str], str], limit: in
 
     rule = f"self.matches('{pattern}')".replace("\\", "\\\\")
     static = cure if isinstance(cure, str) else cure("")
-    schema = _text_schema(limit, minLength=0 if empty else 1)
+    schema = text_schema(limit, minLength=0 if empty else 1)
     schema["x-kubernetes-validations"] = [cel(f"self == '' || {rule}" if empty else rule, problem, static)]
     return Checked(check, schema)
 
@@ -246,7 +101,7 @@ def plain(limit: int, *, empty: bool = True) -> Checked:
             raise refusal(f"has {len(value)} characters, and {limit} are possible", "write a shorter one")
         return value
 
-    return Checked(check, _text_schema(limit, **({} if empty else {"minLength": 1})))
+    return Checked(check, text_schema(limit, **({} if empty else {"minLength": 1})))
 
 
 def whole(least: int, most: int, what: str = "a whole number") -> Checked:
@@ -312,8 +167,17 @@ def _flag(value: Any) -> bool:
 Flag = Annotated[bool, Checked(_flag, {"type": "boolean"})]
 
 
+def _label(value: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:63].rstrip("-")
+
+
 def _label_cure(value: str) -> str:
-    label = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:63].rstrip("-")
+    label = _label(value)
+    return f"write {label}" if label and label != value else "write lower-case letters, digits and hyphens"
+
+
+def _name_cure(value: str) -> str:
+    label = _label(value)
     if label and label != value:
         return f"write {label} here, and the name that clients use in spec.servedNames"
     return "write lower-case letters, digits and hyphens, such as smollm2"
@@ -326,6 +190,7 @@ def _served_cure(value: str) -> str:
 
 
 Label = Annotated[str, text(LABEL_PATTERN, "is no DNS label", _label_cure, 63)]
+Name = Annotated[str, text(LABEL_PATTERN, "is no DNS label", _name_cure, 63)]
 ServedNameText = Annotated[str, text(SERVED_NAME_PATTERN, "is no name a client can send", _served_cure, 96)]
 Sha256 = Annotated[
     str,
@@ -341,7 +206,9 @@ Sha256 = Annotated[
 def _absolute(value: Any) -> str:
     path: str = plain(PATH_LIMIT, empty=False).check(value)
     if not path.startswith("/"):
-        raise refusal("is not an absolute path", f"write /{path.removeprefix('~/').removeprefix('./').lstrip('/')}")
+        if path.startswith("~"):
+            raise refusal("is not an absolute path", f"write the whole of it, such as /home/NAME{path[1:]}")
+        raise refusal("is not an absolute path", f"write /{path.removeprefix('./')}")
     return _without_dots(path)
 
 
@@ -365,7 +232,7 @@ _NO_DOTS = cel(
 )
 ABSOLUTE_PATH = Checked(
     _absolute,
-    _text_schema(
+    text_schema(
         PATH_LIMIT,
         minLength=1,
         **{
@@ -381,7 +248,7 @@ RelativePath = Annotated[
     str,
     Checked(
         _relative,
-        _text_schema(
+        text_schema(
             PATH_LIMIT,
             minLength=1,
             **{

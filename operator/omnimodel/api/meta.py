@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from omnimodel.api.fields import Flag, Label, choice, plain, whole
+from omnimodel.api.fields import Flag, Label, Name, choice, plain, whole
 
 GROUP: Final = "omnimodel.io"
 VERSION: Final = "v1alpha1"
@@ -106,7 +106,7 @@ class OwnerReference(Part):
 class Metadata(Part):
     """Name, labels and what the system keeps about an object."""
 
-    name: Label = Field(description="Name of the object, a DNS label.", examples=["smollm2"])
+    name: Name = Field(description="Name of the object, a DNS label.", examples=["smollm2"])
     namespace: Label = Field(default="default", description="Namespace of the object.", examples=["default"])
     labels: LabelMap = Field(
         default_factory=dict, description="Labels to select objects by.", examples=[{"team": "search"}]

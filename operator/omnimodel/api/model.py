@@ -6,20 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from omnimodel.api.fields import (
-    Cpu,
-    Duration,
-    DurationOrZero,
-    Flag,
-    Label,
-    Lifetime,
-    Quantity,
-    QuantityOrAuto,
-    ServedNameText,
-    choice,
-    plain,
-    whole,
-)
+from omnimodel.api.amounts import Cpu, Duration, DurationOrZero, Lifetime, Quantity, QuantityOrAuto
+from omnimodel.api.fields import Flag, Label, ServedNameText, choice, plain, whole
 from omnimodel.api.meta import Part, Resource, Rule
 from omnimodel.api.mounts import Mount
 from omnimodel.api.priority import Priority

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from omnimodel.api.fields import ABSOLUTE_PATH, Checked, Flag, Label, Quantity, cel, refusal
+from omnimodel.api.amounts import Quantity
+from omnimodel.api.fields import ABSOLUTE_PATH, Checked, Flag, Label, cel, refusal
 from omnimodel.api.meta import Part, Rule
 from omnimodel.api.references import ObjectName
 from omnimodel.api.runtime import FileName, FileText

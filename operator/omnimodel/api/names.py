@@ -150,6 +150,27 @@ REMARKS: dict[str, str] = {
     "devicemap": "remove it: which device is the system's choice; spec.resources.devices says how many",
 }
 
+# Names that mean something only below another field.
+LOCAL: dict[tuple[str, str], str] = {
+    ("mounts", "mountpath"): "did you mean path?",
+    ("mounts", "volume"): "did you mean source.volume?",
+    ("mounts", "configmap"): "did you mean source.configMap?",
+    ("mounts", "secret"): "did you mean source.secret?",
+    ("mounts", "emptydir"): "did you mean source.empty?",
+    ("mounts", "empty"): "did you mean source.empty?",
+    ("mounts", "files"): "did you mean source.files?",
+    ("source", "emptydir"): "did you mean empty?",
+    ("env", "value"): "write the text itself: NAME: TEXT",
+    ("env", "valuefrom"): "write secretKeyRef or configMapKeyRef without valueFrom",
+    (
+        "source",
+        "oci",
+    ): "oci:// is not fetched; mount a volume of the pool and write volume: {name: NAME, subPath: PATH}",
+    ("source", "s3"): "s3:// is not fetched; mount the bucket as a volume of the pool and write volume: {name: NAME}",
+    ("source", "gs"): "gs:// is not fetched; mount the bucket as a volume of the pool and write volume: {name: NAME}",
+    ("source", "git"): "repositories are not fetched; write package, huggingFace, url or volume",
+}
+
 
 def normal(name: str) -> str:
     """A name without case, hyphens and underscores, in which spellings meet."""
@@ -169,6 +190,11 @@ def instead_of(kind: type[Part], path: Path) -> str:
     for sibling in siblings:
         if normal(sibling) == wanted:
             return f"did you mean {sibling}?"
+    parent = next((str(element) for element in reversed(path[:-1]) if not isinstance(element, int)), "")
+    above = str(path[-3]) if len(path) > 2 else ""
+    for place in (parent, above):
+        if (place, wanted) in LOCAL:
+            return LOCAL[place, wanted]
     ours = kind.__name__ == "OmniModel" and path[0] == "spec"
     if ours and wanted in SYNONYMS and SYNONYMS[wanted] != dotted(path):
         return f"did you mean {SYNONYMS[wanted]}?"

@@ -70,6 +70,7 @@ _IN_COMMAND = (
     "base-gpu-id",
 )
 _ABBREVIATION = 4  # argparse accepts --gpu-mem for --gpu-memory-utilization
+_WHOLE = ("mode",)  # options of their own that are the beginning of an owned one
 
 _ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
     (
@@ -222,7 +223,7 @@ def _owned(token: str, *, short: bool = True) -> str:
     name = token.lstrip("-").split("=", 1)[0].replace("_", "-").lower()
     if name in ARGUMENTS:
         return name
-    if token.startswith("--") and len(name) >= _ABBREVIATION:
+    if token.startswith("--") and len(name) >= _ABBREVIATION and name not in _WHOLE:
         return next((known for known in ARGUMENTS if known.startswith(name)), "")
     return ""
 

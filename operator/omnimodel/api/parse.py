@@ -128,6 +128,8 @@ def _violation(kind: type[Resource], details: ErrorDetails, place: Place) -> Vio
     path = tuple(element for element in details["loc"] if not str(element).startswith("~") and element != "[key]")
     value, what = details["input"], details["type"]
     context = details.get("ctx", {})
+    if value is None and what not in ("missing", "extra_forbidden"):
+        return Violation(path, "has no value", "write one, or remove the line")
     if what == REFUSAL:
         written = place.texts.get(path)
         cure = context["cure"]
@@ -138,8 +140,6 @@ def _violation(kind: type[Resource], details: ErrorDetails, place: Place) -> Vio
         return Violation(path, "is missing", _example(kind, path))
     if what == "extra_forbidden":
         return Violation(path, "is an unknown field", instead_of(kind, path))
-    if value is None:
-        return Violation(path, "has no value", "write one, or remove the line")
     if what in ("model_type", "dict_type", "model_attributes_type"):
         return Violation(path, "is not a mapping", _example(kind, path), value)
     if what == "list_type":
@@ -158,6 +158,8 @@ def _example(kind: type[Part], path: Path) -> str:
     name = next((str(element) for element in reversed(path) if isinstance(element, str)), "")
     if path in (("metadata",), ("metadata", "name")):
         return "write metadata: {name: smollm2}" if len(path) == 1 else "write name: smollm2"
+    if name == "sha256":
+        return "write sha256: and the 64 digits that `sha256sum FILE` prints"
     if info is None or not info.examples:
         return f"write a value for {name}"
     return f"write {name}: {flow(info.examples[0])}"

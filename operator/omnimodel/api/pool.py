@@ -6,19 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from omnimodel.api.fields import (
-    AbsolutePath,
-    Checked,
-    Cpu,
-    Flag,
-    Label,
-    PoolQuantity,
-    Quantity,
-    choice,
-    number,
-    plain,
-    whole,
-)
+from omnimodel.api.amounts import Cpu, PoolQuantity, Quantity
+from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, whole
 from omnimodel.api.meta import LabelMap, Part, Resource, Rule
 from omnimodel.api.references import ObjectName
 from omnimodel.api.source import Url

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from omnimodel.api.fields import AbsolutePath, Checked, Duration, Flag, cel, choice, number, plain, refusal, whole
+from omnimodel.api.amounts import Duration
+from omnimodel.api.fields import AbsolutePath, Checked, Flag, cel, choice, number, plain, refusal, whole
 from omnimodel.api.meta import Part, Rule
 from omnimodel.api.references import text_or
 

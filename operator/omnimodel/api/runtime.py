@@ -36,7 +36,17 @@ def _entry_cure(value: str) -> str:
     return "write MODULE:CLASS, such as handler:Handler"
 
 
-Entry = Annotated[str, text(_ENTRY, "is no MODULE:CLASS", _entry_cure, 253)]
+_ENTRY_TEXT = text(_ENTRY, "is no MODULE:CLASS", _entry_cure, 253)
+
+
+def _entry(value: Any) -> str:
+    entry: str = _ENTRY_TEXT.check(value)
+    if entry.partition(":")[0].endswith(".py"):
+        raise refusal("names a file, not a module", f"write {entry.replace('.py:', ':')}")
+    return entry
+
+
+Entry = Annotated[str, Checked(_entry, _ENTRY_TEXT.schema)]
 FileName = Annotated[
     str,
     text(
@@ -267,7 +277,7 @@ class Runtime(Part):
             "!(self.engine in ['transformers', 'python']) || has(self.task)",
             lambda self: self.engine in FOREIGN or self.task is not None,
             "engines transformers and python need a task",
-            f"write task: one of {', '.join(TASKS)}",
+            f"add task: {', '.join(TASKS[:-1])} or {TASKS[-1]}",
             "task",
         ),
         Rule(

@@ -1,0 +1,164 @@
+"""Types of fields that are amounts: memory, time, cores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from omnimodel.api.fields import Checked, cel, refusal, text_schema
+from omnimodel.quantity import (
+    AUTO,
+    BYTES_PATTERN,
+    CPU_PATTERN,
+    DURATION_PATTERN,
+    NEVER,
+    QuantityError,
+    parse_bytes,
+    parse_bytes_or_share,
+    parse_cpu,
+    parse_duration,
+    parse_lifetime,
+)
+
+
+def _quantity(value: Any) -> Any:
+    if value != AUTO:
+        try:
+            parse_bytes(value)
+        except QuantityError as error:
+            if _is_share(value):
+                cure = "write a quantity such as 24Gi, or auto; a share belongs in spec.device.memory of an OmniPool"
+                raise refusal("is a share, and a model asks for bytes", cure) from None
+            raise refusal(error.problem, _or(error.cure, "auto")) from None
+    return value
+
+
+def _is_share(value: Any) -> bool:
+    try:
+        return not isinstance(parse_bytes_or_share(value), int)
+    except QuantityError as error:
+        return "share" in error.problem
+
+
+def _pool_quantity(value: Any) -> Any:
+    if value != AUTO:
+        try:
+            parse_bytes_or_share(value)
+        except QuantityError as error:
+            raise refusal(error.problem, _or(error.cure, "80%, or auto")) from None
+    return value
+
+
+def _or(cure: str, words: str) -> str:
+    """A cure that is only an example, with the other things that are possible."""
+    return f"{cure}, or {words}" if cure.startswith("write a number with a unit") else cure
+
+
+def _bytes(value: Any) -> Any:
+    parse_bytes(value)
+    return value
+
+
+def _duration(value: Any) -> Any:
+    if parse_duration(value) <= 0:
+        raise refusal("is no time at all", "write a duration such as 30s, or leave the field out")
+    return value
+
+
+def _duration_or_zero(value: Any) -> Any:
+    parse_duration(value)
+    return value
+
+
+def _lifetime(value: Any) -> Any:
+    parse_lifetime(value)
+    return value
+
+
+def _cpu(value: Any) -> Any:
+    parse_cpu(value)
+    return value
+
+
+_ENOUGH = "quantity(string(self)).compareTo(quantity('1Mi')) >= 0"
+
+
+def _int_or_string(*words: str, share: bool = False, problem: str, cure: str) -> dict[str, Any]:
+    """Schema of a quantity: an integer number of bytes or a text, whose refusal is our sentence."""
+    pattern = BYTES_PATTERN.replace("\\", "\\\\")
+    alternatives = [f"string(self) == '{word}'" for word in words]
+    if share:
+        alternatives.append("string(self).matches('^([1-9][0-9]?|100)%$')")
+    alternatives.append(f"(string(self).matches('{pattern}') && {_ENOUGH})")
+    return {
+        "x-kubernetes-int-or-string": True,
+        "maxLength": 32,
+        "x-kubernetes-validations": [cel(" || ".join(alternatives), problem, cure)],
+    }
+
+
+Quantity = Annotated[
+    int | str,
+    Checked(
+        _bytes, _int_or_string(problem="is not a quantity of at least 1Mi", cure="write one such as 24Gi or 1500M")
+    ),
+]
+QuantityOrAuto = Annotated[
+    int | str,
+    Checked(
+        _quantity,
+        _int_or_string(
+            AUTO, problem="is not a quantity of at least 1Mi, nor auto", cure="write one such as 24Gi or 1500M, or auto"
+        ),
+    ),
+]
+PoolQuantity = Annotated[
+    int | str,
+    Checked(
+        _pool_quantity,
+        _int_or_string(
+            AUTO,
+            share=True,
+            problem="is not a quantity of at least 1Mi, a share, nor auto",
+            cure="write one such as 24Gi, 80% or auto",
+        ),
+    ),
+]
+_DURATION_CEL = f"self.matches('{DURATION_PATTERN}')".replace("\\", "\\\\")
+_DURATION_CURE = "write one such as 30s, 5m or 1h30m"
+
+
+_DURATION_SCHEMA = text_schema(
+    32, **{"x-kubernetes-validations": [cel(_DURATION_CEL, "is not a duration", _DURATION_CURE)]}
+)
+Duration = Annotated[str, Checked(_duration, _DURATION_SCHEMA)]
+DurationOrZero = Annotated[str, Checked(_duration_or_zero, _DURATION_SCHEMA)]
+Lifetime = Annotated[
+    str,
+    Checked(
+        _lifetime,
+        text_schema(
+            32,
+            **{
+                "x-kubernetes-validations": [
+                    cel(
+                        f"self == '{NEVER}' || {_DURATION_CEL}",
+                        "is not a duration, nor never",
+                        f"{_DURATION_CURE}, or never",
+                    ),
+                    cel(
+                        "!self.matches('^([0.]+(ms|s|m|h))+$')",
+                        "is not a lifetime",
+                        "did you mean never? Else write a duration such as 5m",
+                    ),
+                ]
+            },
+        ),
+    ),
+]
+# A number with a fraction is no int-or-string of Kubernetes, so the node has no type and CEL cannot see it.
+Cpu = Annotated[
+    int | float | str,
+    Checked(
+        _cpu, {"x-kubernetes-preserve-unknown-fields": True, "maxLength": 32, "pattern": CPU_PATTERN, "minimum": 0.001}
+    ),
+]
