@@ -99,11 +99,9 @@ class Agent:
         await asyncio.gather(*self._removing, return_exceptions=True)
         if self._broker is not None:
             await self._broker.close()
+            await asyncio.gather(*(instance.kill() for instance in list(self._broker.instances.values())))
         if self._spawner is not None:
             await self._spawner.close()
-        for model in self._models.values():
-            for instance in model.instances:
-                await instance.kill()
         if self._broker is not None:
             memory = self._broker.memory
             await memory.arena.close()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 IMAGE_PATH = "/omni/image"
 SOURCE_PATH = "/omni/source"
-OUTPUT_PATH = "/omni/output"
 
 # Publishing holds a whole model in the process's own memory, and a hostile file must not take the machine down.
 _PUBLISHING_SHARE = 0.5
@@ -44,7 +43,7 @@ def serving_request(
     instance = f"{spec['model']['namespace']}.{spec['model']['name']}.{number}"
     mounts = [Mount(str(prepared.image.path), IMAGE_PATH)] if prepared.image else []
     if prepared.source is not None:
-        mounts.append(Mount(str(prepared.source), SOURCE_PATH))
+        mounts.append(_source_mount(prepared.source))
     mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", prepared.source, spec["identity"]["uid"])
     return _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
 
@@ -61,7 +60,7 @@ def publishing_request(
 ) -> ProcessRequest:
     """The process that loads a model once and writes its image; `output` is all it can write."""
     instance = f"{spec['model']['namespace']}.{spec['model']['name']}.publish-{number}"
-    mounts = [Mount(str(source), SOURCE_PATH)]
+    mounts = [_source_mount(source)]
     mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", source, spec["identity"]["uid"])
     memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
     return _request(subject, spec, layout, instance, mounts, environment, memory_bytes, writable=(str(output),))
@@ -104,6 +103,11 @@ def _request(
         env=spec["env"],
         working_dir=spec["workingDir"],
     )
+
+
+def _source_mount(source: Path) -> Mount:
+    """A source that is one file keeps its name: the engine tells by it what the file is."""
+    return Mount(str(source), f"{SOURCE_PATH}/{source.name}" if source.is_file() else SOURCE_PATH)
 
 
 def remove_mounts(layout: Layout, instance: str) -> None:

@@ -361,7 +361,7 @@ class Instance:
             await process.command(
                 Start(
                     self.spec,
-                    prepared.image_inside(process),
+                    prepared.inside(process),
                     prepared.image_bytes,
                     prepared.frame_bytes,
                     prepared.device,

@@ -86,9 +86,10 @@ class Prepared:
         """Frames that the image takes."""
         return -(-self.image_bytes // self.frame_bytes)
 
-    def image_inside(self, process: ModelProcess) -> str:
-        """The image's folder as the process sees it."""
-        return process.plan.inside(str(self.image.path), process.reached.level) if self.image else ""
+    def inside(self, process: ModelProcess) -> str:
+        """The image's folder, or the source of a foreign engine, as the process sees it."""
+        path = self.image.path if self.image else self.source
+        return process.plan.inside(str(path), process.reached.level) if path else ""
 
 
 class Preparation:

@@ -19,8 +19,8 @@ class Start:
     Descriptors: the listening UNIX socket to serve HTTP on. The spec is the rendered process spec as JSON.
 
     Args:
-        image: folder of the published image as the process sees it (index.json, assets/); empty for an engine that
-            keeps its weights itself.
+        image: folder of the published image as the process sees it (index.json, assets/); for a foreign engine, which
+            keeps its weights itself, the file or folder of its source.
         image_bytes: bytes of the image, which is what the process reserves addresses for.
         frame_bytes: size of one frame.
         device: `host` or `cuda:0`.
