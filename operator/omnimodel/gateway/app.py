@@ -15,7 +15,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from omnimodel.errors import OmniError
 from omnimodel.gateway import admin_routes, inference_routes, openai_routes
 from omnimodel.gateway.gateway import GATEWAY, Gateway
-from omnimodel.gateway.refusals import RequestError, error_body, error_headers, status_of
+from omnimodel.gateway.measures import NO_MODEL
+from omnimodel.gateway.refusals import RequestError, refusal, status_of
+from omnimodel.gateway.relay import outcome_of
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.admin import Admin
 from omnimodel.protocol.dispatch import Backend
@@ -136,9 +138,11 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
         log.exception("failed path=%s", request.path)
         error = failure
     status = status_of(error)
+    if request.method == "POST" and request.path.startswith(("/v1/", "/v2/")):
+        request.app[GATEWAY].measures.ended(NO_MODEL, outcome_of(status))
     if status >= 500:
         log.info("refused path=%s status=%d error=%s", request.path, status, error)
-    return web.Response(status=status, body=error_body(error, request.path), headers=error_headers(error))
+    return refusal(error, request.path)
 
 
 async def _close(app: web.Application) -> None:

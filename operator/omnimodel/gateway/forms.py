@@ -131,9 +131,9 @@ class FormScanner:
         return (Raw(head),)
 
     def _model(self, at: int) -> tuple[Raw | ModelField | End, ...] | None:
+        if (len(self._rest) if at < 0 else at) > MODEL_FIELD_BYTES:
+            raise RequestError("the field model is too long", "send the name of a model", param="model")
         if at < 0:
-            if len(self._rest) > MODEL_FIELD_BYTES:
-                raise RequestError("the field model is too long", "send the name of a model", param="model")
             return None
         value, self._rest = self._rest[:at], self._rest[at + len(self._delimiter) :]
         self._state, self._pending = _State.DELIMITED, self._delimiter

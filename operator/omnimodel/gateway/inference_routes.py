@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -37,7 +38,7 @@ class _Address:
     verb: str
 
 
-def _address(request: web.Request) -> _Address:
+def _address(request: web.Request, cards: Sequence[ModelCard]) -> _Address:
     """Read the path from its end, because a name may hold slashes.
 
     Raises:
@@ -49,6 +50,8 @@ def _address(request: web.Request) -> _Address:
             name, verb = name.removesuffix("/" + ending), ending
             break
     before, _, asked = name.rpartition("/versions/")
+    if find(cards, name) is not None:  # it only looks like a version
+        return _Address(name, verb)
     if before and asked:
         if asked != VERSION:
             raise RequestError(
@@ -80,7 +83,7 @@ async def _get(request: web.Request) -> web.Response:
     whole = find(cards, request.match_info["tail"])
     if whole is not None:  # a name may end like a verb
         return web.json_response(_metadata(whole))
-    address = _address(request)
+    address = _address(request, cards)
     card = find(cards, address.name)
     if card is None:
         raise not_found(cards, address.name)
@@ -94,8 +97,9 @@ async def _get(request: web.Request) -> web.Response:
 async def _post(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     terms = gateway.terms(request)
-    address = _address(request)
-    served = resolve(gateway.backend.models(), address.name)
+    cards = gateway.backend.models()
+    address = _address(request, cards)
+    served = resolve(cards, address.name)
     card = served.card
     if address.verb != "infer":
         raise RequestError(

@@ -7,6 +7,8 @@ import math
 import re
 from typing import Any
 
+from aiohttp import web
+
 from omnimodel.errors import DispatchError, OmniError, Reason
 
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
@@ -81,13 +83,13 @@ def error_body(error: BaseException, path: str) -> bytes:
     return json.dumps(error_object(error)).encode()
 
 
-def error_headers(error: BaseException) -> dict[str, str]:
-    """Content-Type, and Retry-After where trying again makes sense."""
+def refusal(error: BaseException, path: str) -> web.Response:
+    """The whole answer, with Retry-After where trying again makes sense."""
     headers = {"Content-Type": "application/json"}
     after = error.retry_after_seconds if isinstance(error, RequestError | DispatchError) else None
     if after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(after)))
-    return headers
+    return web.Response(status=status_of(error), body=error_body(error, path), headers=headers)
 
 
 def error_event(error: BaseException) -> bytes:

@@ -19,7 +19,7 @@ from aiohttp import web
 from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.gateway.forms import FormUpload
 from omnimodel.gateway.measures import Measures
-from omnimodel.gateway.refusals import error_event, status_of
+from omnimodel.gateway.refusals import error_event, refusal, status_of
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.dispatch import (
     MODEL_HEADER,
@@ -99,8 +99,8 @@ class Relay:
             stream: the client reads server-sent events, so that a silence may be filled with comments.
             upload: the body, when it is passed through while it comes.
 
-        Raises:
-            DispatchError, RequestError: nothing was sent to the client yet.
+        Returns:
+            What the client got: the model's answer, or an error object.
         """
         model = inference.model
         ticket = self._measures.held.enter(model)
@@ -120,7 +120,7 @@ class Relay:
                     log.exception("failed model=%s", model)
                 outcome = outcome_of(status_of(cause))
                 if answer.response is None:
-                    raise cause from error
+                    return refusal(cause, request.path)
                 with suppress(_ClientGoneError):
                     await answer.fail(cause)
             return answer.response or web.Response(status=499)

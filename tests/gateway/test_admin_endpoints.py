@@ -1,0 +1,205 @@
+"""The admin API, health, metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.world import World, until
+from omnimodel.errors import OmniError
+from omnimodel.gateway.app import create_app, serve
+from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH, Event
+
+CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def omnimodel(name: str, **residency: object) -> dict[str, object]:
+    return {
+        "kind": "OmniModel",
+        "metadata": {"namespace": "default", "name": name},
+        "spec": {},
+        "status": {"residency": [residency]},
+    }
+
+
+@pytest.fixture
+def full(world: World) -> World:
+    world.system.kinds["OmniModel"] = [
+        omnimodel("smollm2", tier="resident", deviceBytes=100, hostBytes=30, wakes=3, lastWakeSeconds=0.25),
+        omnimodel("minilm", tier="warm", deviceBytes=0, hostBytes=20, swaps={"request": 2, "idle": 1}),
+    ]
+    status = {
+        "budgetBytes": 1000,
+        "residentBytes": 100,
+        "overcommitRatio": 3.5,
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+    world.system.kinds["OmniPool"] = [{"kind": "OmniPool", "metadata": {"name": "default"}, "status": status}]
+    return world
+
+
+async def test_whole_objects_are_listed(full: World) -> None:
+    models = await (await full.get(OBJECTS_PATH + "/omnimodels")).json()
+
+    assert models["kind"] == "OmniModelList"
+    assert [item["metadata"]["name"] for item in models["items"]] == ["smollm2", "minilm"]
+    one = await (await full.get(OBJECTS_PATH + "/omnimodels/default/minilm")).json()
+    assert one["status"]["residency"][0]["tier"] == "warm"
+
+
+@pytest.mark.parametrize("path", ["/omnimodels/default/none", "/omnimodels/other/minilm", "/pods"])
+async def test_what_does_not_exist_is_404(full: World, path: str) -> None:
+    assert (await full.get(OBJECTS_PATH + path)).status == 404
+
+
+async def test_wake_and_evict_are_passed_on(full: World) -> None:
+    woken = await full.post(ADMIN_PATH + "/models/default/smollm2/wake?deadlineSeconds=7")
+    assert await woken.json() == {"tier": "resident", "wakeSeconds": 0.1}
+    kept = await full.post(ADMIN_PATH + "/models/default/minilm/evict")
+    assert kept.status == 409
+    assert "keepResident" in (await kept.json())["error"]["message"]
+    assert full.system.calls == [("wake", "default", "smollm2", 7.0), ("evict", "default", "minilm", 300.0)]
+
+
+async def test_a_foreign_web_page_cannot_make_a_browser_change_anything(full: World) -> None:
+    path = ADMIN_PATH + "/models/default/smollm2/evict"
+    foreign = await full.post(path, headers={"Origin": "http://evil.example"})
+    assert foreign.status == 403
+    assert not full.system.calls
+    await full.post(ADMIN_PATH + "/models/default/smollm2/wake", headers={"Origin": full.url})
+    assert full.system.calls
+
+
+@pytest.mark.parametrize("query", ["deadlineSeconds=soon", "deadlineSeconds=-1", "deadlineSeconds=inf"])
+async def test_a_wrong_deadline_is_refused(full: World, query: str) -> None:
+    assert (await full.post(ADMIN_PATH + f"/models/default/smollm2/wake?{query}")).status == 400
+
+
+async def test_logs_give_their_tail(full: World) -> None:
+    response = await full.get(ADMIN_PATH + "/models/default/smollm2/logs?tail=2")
+
+    assert await response.text() == "line 0\nline 1\n"
+    assert (await full.get(ADMIN_PATH + "/models/default/none/logs")).status == 404
+    assert (await full.get(ADMIN_PATH + "/models/default/smollm2/logs?tail=some")).status == 400
+
+
+async def test_logs_are_followed_until_the_client_leaves(full: World) -> None:
+    response = await full.session.get(full.url + ADMIN_PATH + "/models/default/smollm2/logs?tail=0&follow=true")
+    assert response.status == 200
+    await until(lambda: full.system.followers == 1)
+    full.system.lines.put_nowait(b"new\n")
+    assert await response.content.readline() == b"new\n"
+    response.close()
+
+    await until(lambda: full.system.followers == 0, seconds=1)
+
+
+async def test_followed_logs_do_not_hold_up_the_end(full: World) -> None:
+    response = await full.session.get(full.url + ADMIN_PATH + "/models/default/smollm2/logs?tail=1&follow")
+    assert await response.content.readline() == b"line 0\n"
+    await asyncio.wait_for(full.listening.close(), 3)
+
+    assert await response.read() == b""
+
+
+async def test_events_are_lines_of_json(full: World) -> None:
+    full.system.happened = [Event(1.5, "OmniModel", "default", "smollm2", "Normal", "Woken", "woken in 0.1 s")]
+    response = await full.get(ADMIN_PATH + "/events")
+    (line,) = (await response.text()).splitlines()
+
+    assert json.loads(line)["reason"] == "Woken"
+    assert response.content_type == "application/x-ndjson"
+
+
+async def test_status_is_what_the_system_says(full: World) -> None:
+    assert await (await full.get(ADMIN_PATH + "/status")).json() == {"errors": [], "activity": []}
+
+
+async def test_health_and_readiness(full: World) -> None:
+    assert (await full.get("/healthz")).status == 200
+    assert (await full.get("/readyz")).status == 200
+    full.system.kinds["OmniPool"][0]["status"]["conditions"][0]["status"] = "False"
+    unready = await full.get("/readyz")
+    assert unready.status == 503
+    assert await unready.json() == {"ready": False, "reasons": ["no pool is ready"]}
+
+
+async def metrics_of(world: World) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = await (await world.get("/metrics")).text()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def sample(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+async def test_metrics_tell_requests_waits_tiers_and_swaps(full: World) -> None:
+    await full.post("/v1/chat/completions", json=CHAT)
+    await full.post("/v1/chat/completions", json={**CHAT, "refuse": True})
+    found = await metrics_of(full)
+
+    assert found[sample("omni_requests_total", model="smollm2", outcome="ok")] == 1
+    assert found[sample("omni_requests_total", model="smollm2", outcome="refused")] == 1
+    assert found[sample("omni_request_wait_seconds_count", model="smollm2")] == 2
+    assert found[sample("omni_tier_bytes", tier="resident", memory="device")] == 100
+    assert found[sample("omni_tier_bytes", tier="warm", memory="host")] == 20
+    assert found[sample("omni_models", tier="warm")] == 1
+    assert found[sample("omni_swaps_total", model="smollm2", cause="wake")] == 3
+    assert found[sample("omni_swaps_total", model="minilm", cause="idle")] == 1
+    assert found[sample("omni_pool_bytes", pool="default", kind="budget")] == 1000
+    assert found[sample("omni_pool_overcommit_ratio", pool="default")] == 3.5
+
+
+async def test_the_oldest_waiter_has_an_age(full: World) -> None:
+    line = full.agent.add("cold", awake=False)
+    held = asyncio.create_task(full.post("/v1/chat/completions", json={**CHAT, "model": "cold"}))
+    await until(lambda: line.waiting)
+    first = (await metrics_of(full))[sample("omni_oldest_waiter_seconds", model="cold")]
+    second = (await metrics_of(full))[sample("omni_oldest_waiter_seconds", model="cold")]
+    assert 0 <= first < second
+    line.awake.set()
+    await held
+
+    assert sample("omni_oldest_waiter_seconds", model="cold") not in await metrics_of(full)
+
+
+async def test_the_series_of_a_model_that_is_gone_go(full: World) -> None:
+    full.agent.add("passing")
+    await full.post("/v1/chat/completions", json={**CHAT, "model": "passing"})
+    assert sample("omni_requests_total", model="passing", outcome="ok") in await metrics_of(full)
+    del full.agent.lines["passing"]
+
+    assert not [labels for _, labels in await metrics_of(full) if ("model", "passing") in labels]
+
+
+async def test_the_page_is_self_contained(full: World) -> None:
+    response = await full.get("/")
+    page = await response.text()
+
+    assert response.content_type == "text/html"
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert "innerHTML" not in page, "names and messages come from outside"
+
+
+async def test_a_port_that_is_taken_is_a_sentence(full: World) -> None:
+    app = create_app(full.agent, full.system)
+    with pytest.raises(OmniError, match=r"cannot be listened on: .*; choose another with --listen"):
+        await serve(app, "127.0.0.1", full.listening.port)
+
+
+async def test_many_connections_are_taken_at_once(full: World) -> None:
+    async def one() -> int:
+        async with aiohttp.ClientSession() as session, session.get(full.url + "/healthz") as response:
+            return response.status
+
+    assert set(await asyncio.gather(*(one() for _ in range(200)))) == {200}
