@@ -277,8 +277,9 @@ class ModelProcess:
 
     def _reason(self, status: int | None) -> ProcessExit:
         tail = self.output.tail()
-        last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
-        said = f"; its last line was {last[:300]!r}" if last else ""
+        lines = [line.strip() for line in self.output.tail(200).splitlines() if line.strip()]
+        last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
+        said = f"; it said {last[:300]!r}" if last else ""
         name = self.subject.partition("/")[2] or self.subject
         cure = f"see omni logs {name}"
         reason = Reason.CRASHED

@@ -125,7 +125,10 @@ def _identity(plan: SandboxPlan, steps: _Steps, level: Level) -> bool:
     if plan.uid == 0 or plan.uid == os.getuid():
         return False
     if level is not Level.NAMESPACES:
-        closed = [path for path in (*interpreter_paths(), *plan.read_only) if not _enterable(path)]
+        own = [plan.scratch] if plan.scratch else []
+        sources = [mount.source for mount in plan.mounts]
+        needed = (*interpreter_paths(), *plan.read_only, *map(os.path.dirname, (*plan.writable, *own, *sources)))
+        closed = [path for path in needed if not _enterable(path)]
         if closed:
             steps.missing.append(f"a user of its own: {closed[0]} lies in a folder that only its owner may enter")
             return False

@@ -16,6 +16,7 @@ The child enters its sandbox, says `{"kind": "entered", "reached", "seconds"}` o
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -246,6 +247,7 @@ class Zygote:
             os.dup2(log, 1)
             os.dup2(log, 2)
             close_descriptors_except({control, *extra})
+            faulthandler.enable()  # a crash in native code leaves the line it happened in in the log
             # pid 1 of a pid namespace ignores signals without a handler, and inherits its orphans
             signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
             signal.signal(signal.SIGCHLD, _OrphanReaper())

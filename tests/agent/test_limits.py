@@ -1,0 +1,198 @@
+"""Control groups, for real where this machine has them, and the words for what it has not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.children import until
+from omnimodel.agent import limits
+from omnimodel.agent.limits import Group, GroupLimits, Groups, Hierarchy
+
+EAT = "import sys; held = bytearray(b'x') * (int(sys.argv[1]) << 20); print('full', flush=True); sys.stdin.read()"
+
+
+def has(controller: str) -> bool:
+    return os.geteuid() == 0 and any(controller in found.controllers for found in Groups.detect("/nowhere").hierarchies)
+
+
+needs_memory = [
+    pytest.mark.root,
+    pytest.mark.skipif(not has("memory"), reason="no memory controller that may be used here"),
+]
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[Groups]:
+    found = Groups.detect(tmp_path)
+    yield found
+    found.clean()
+    found.close()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class TestReal:
+    pytestmark = needs_memory
+
+    def test_a_group_holds_its_limits_and_goes_without_a_trace(self, groups: Groups) -> None:
+        group = groups.create("smollm2", GroupLimits(memory_bytes=64 << 20, processes=7, cpu_weight=50))
+        assert group.missing == ()
+        texts = {
+            path.name: path.read_text().strip()
+            for folder in group.paths
+            for path in Path(folder).iterdir()
+            if path.name in {"memory.limit_in_bytes", "memory.max", "pids.max", "cpu.shares", "cpu.weight"}
+        }
+        assert set(texts.values()) <= {str(64 << 20), "7", "512", "50"}
+        assert len(texts) == 3
+        assert group.remove()
+        assert not any(os.path.exists(path) for path in group.paths)
+
+    def test_freezing_stops_and_thawing_continues(self, groups: Groups) -> None:
+        group = groups.create("frozen", GroupLimits())
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        group.add(process.pid)
+        assert group.freeze()
+        assert group.freeze(frozen=False)
+        assert process.communicate(b"alive", timeout=20)[0] == b"alive"
+
+    async def test_kill_reaches_everything_in_it(self, groups: Groups, sleeper: subprocess.Popen[bytes]) -> None:
+        group = groups.create("doomed", GroupLimits())
+        group.add(sleeper.pid)
+        assert group.pids() == {sleeper.pid}
+        group.kill()
+        assert sleeper.wait(20) == -signal.SIGKILL
+        await until(group.remove)
+
+    def test_usage_is_what_it_holds(self, groups: Groups) -> None:
+        group = groups.create("eater", GroupLimits(memory_bytes=256 << 20))
+        command = 'echo $$ > "$0"/cgroup.procs; exec "$@"'
+        folder = next(path for path in group.paths if "memory" in path or len(group.paths) == 1)
+        eater = subprocess.Popen(
+            ["sh", "-c", command, folder, sys.executable, "-c", EAT, "64"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert eater.stdout is not None
+        assert eater.stdout.readline() == b"full\n"
+        usage = group.usage_bytes()
+        assert usage is not None
+        assert 64 << 20 <= usage + (1 << 20) < 128 << 20
+        eater.communicate()
+        assert group.out_of_memory_kills() == 0
+
+    def test_going_over_the_limit_is_counted(self, groups: Groups) -> None:
+        group = groups.create("greedy", GroupLimits(memory_bytes=32 << 20))
+        command = 'for folder in $0; do echo $$ > "$folder"/cgroup.procs; done; exec "$@"'
+        greedy = subprocess.run(
+            ["sh", "-c", command, " ".join(group.paths), sys.executable, "-c", EAT, "200"],
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert greedy.returncode == -signal.SIGKILL
+        assert group.out_of_memory_kills() >= 1
+
+    def test_a_group_of_the_same_name_is_made_anew(self, groups: Groups, sleeper: subprocess.Popen[bytes]) -> None:
+        groups.create("again", GroupLimits()).add(sleeper.pid)
+        assert groups.create("again", GroupLimits()).pids() == set()
+        assert sleeper.wait(20) == -signal.SIGKILL
+
+    def test_two_state_directories_do_not_touch_each_other(self, groups: Groups, tmp_path: Path) -> None:
+        group = groups.create("mine", GroupLimits())
+        other = Groups.detect(tmp_path / "other")
+        assert other.clean() == 0
+        other.close()
+        assert all(os.path.isdir(path) for path in group.paths)
+
+
+def test_a_machine_without_control_groups_says_what_is_missing(tmp_path: Path) -> None:
+    found = Groups.detect(tmp_path, tmp_path / "no-such-mount")
+    assert found.hierarchies == ()
+    assert len(found.missing) == 3
+    assert any("the agent watches it instead" in sentence for sentence in found.missing)
+    group = found.create("x", GroupLimits(memory_bytes=1))
+    assert not group.limits_memory
+    assert group.usage_bytes() is None
+    assert group.out_of_memory_kills() == 0
+    assert not group.freeze()
+    group.kill()
+    assert group.remove()
+
+
+def test_groups_that_may_not_be_written_are_missing_with_the_reason(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "cgroup.procs").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    found = Groups.detect(tmp_path, tmp_path)
+    assert any(sentence.startswith("a memory limit") and "Read-only" in sentence for sentence in found.missing)
+
+
+@pytest.mark.parametrize(
+    ("version", "rows"),
+    [
+        pytest.param(
+            1,
+            {
+                "memory.limit_in_bytes": "1048576",
+                "memory.memsw.limit_in_bytes": "1048576",
+                "pids.max": "9",
+                "cpu.shares": "2048",
+            },
+            id="version 1",
+        ),
+        pytest.param(
+            2,
+            {
+                "memory.max": "1048576",
+                "memory.swap.max": "0",
+                "memory.oom.group": "1",
+                "pids.max": "9",
+                "cpu.weight": "200",
+            },
+            id="version 2",
+        ),
+    ],
+)
+def test_what_is_written_for_each_version(version: int, rows: dict[str, str]) -> None:
+    hierarchy = Hierarchy(version, frozenset({"memory", "pids", "cpu"}), Path("/"))
+    settings = limits._settings(hierarchy, GroupLimits(memory_bytes=1 << 20, processes=9, cpu_weight=200))
+    assert {file: value for _, file, value in settings} == rows
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        pytest.param(
+            1,
+            {"memory.stat": "cache 9\nrss 100\nshmem 20\n", "memory.oom_control": "under_oom 0\noom_kill 2\n"},
+            id="1",
+        ),
+        pytest.param(
+            2, {"memory.stat": "anon 100\nfile 9\nshmem 20\n", "memory.events": "oom 3\noom_kill 2\n"}, id="2"
+        ),
+    ],
+)
+def test_what_is_read_of_each_version(tmp_path: Path, version: int, files: dict[str, str]) -> None:
+    (tmp_path / "x").mkdir()
+    for name, text in files.items():
+        (tmp_path / "x" / name).write_text(text)
+    group = Group("x", (Hierarchy(version, frozenset({"memory"}), tmp_path),))
+    assert group.usage_bytes() == 120
+    assert group.out_of_memory_kills() == 2

@@ -1,0 +1,200 @@
+"""Zygotes: single-threaded, one for each environment, replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.children import NOTHING, alive, busy, children, children_of, run, until, zygotes
+from omnimodel.agent.zygotes import Zygotes
+from omnimodel.errors import ProcessError, Reason
+from omnimodel.protocol.process import Ping
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make namespaces and users"),
+]
+
+
+def package(folder: Path, name: str, text: str) -> str:
+    """A folder of packages with one module in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    return str(folder)
+
+
+def first(zygotes: Zygotes) -> int:
+    return zygotes.processes()[0][0]
+
+
+async def test_a_zygote_has_one_thread_and_a_clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-agent")
+    async with children(tmp_path) as many:
+        report = await many.spawner.zygotes.start()
+        assert report.threads == 1
+        with open(f"/proc/{report.pid}/environ", "rb") as file:  # noqa: ASYNC230
+            environment = file.read()
+        assert b"of-the-agent" not in environment
+        assert b"OPENBLAS_NUM_THREADS=1" in environment
+        assert b"OMP_WAIT_POLICY=PASSIVE" in environment
+
+
+async def test_a_zygote_with_a_second_thread_refuses_to_fork(tmp_path: Path) -> None:
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    folder = package(tmp_path / "site", "starts_a_thread", text)
+    async with children(tmp_path, preload=("starts_a_thread",), import_path=(folder,)) as many:
+        with pytest.raises(ProcessError, match="the zygote has 2 threads"):
+            await many.make()
+        assert many.left() == NOTHING
+
+
+async def test_a_burst_of_35_forks(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        await many.spawner.zygotes.start()
+        processes = await asyncio.gather(*(many.make() for _ in range(35)))
+        assert len({process.pid for process in processes}) == 35
+        users = await asyncio.gather(*(run(process, "answer['uid'] = os.getuid()") for process in processes))
+        assert len({answer["uid"] for answer in users}) == 35
+        assert len(many.left()["journal"]) == 35
+        for process in processes:
+            process.kill()
+        await asyncio.gather(*(process.released for process in processes))
+        assert many.left() == NOTHING
+
+
+async def test_equal_environments_share_a_derived_zygote_that_sees_their_packages(tmp_path: Path) -> None:
+    overlay = package(tmp_path / "overlay", "tokenizer_of_the_overlay", "answer = 42\n")
+    look = "import tokenizer_of_the_overlay as t; answer.update(x=t.answer, file=t.__file__)"
+    async with children(tmp_path) as many:
+        plain = await many.make()
+        one = await many.make(environment=(overlay,), preload=("tokenizer_of_the_overlay",))
+        two = await many.make(environment=(overlay,))
+        for process in (one, two):
+            answer = await run(process, look)
+            assert (answer["x"], answer["file"]) == (42, f"{overlay}/tokenizer_of_the_overlay.py")
+        with pytest.raises(ProcessError, match="ModuleNotFoundError"):
+            await run(plain, look)
+        with pytest.raises(ProcessError, match="Read-only file system"):
+            await run(one, f"open({overlay!r} + '/evil.py', 'w')")
+        base, derived = (pid for pid, _ in many.spawner.zygotes.processes())
+        assert derived in children_of(base)
+        assert {one.pid, two.pid} <= set(children_of(derived))
+
+
+async def test_an_overlay_with_its_own_copy_of_a_loaded_package_gets_a_zygote_of_its_own(tmp_path: Path) -> None:
+    old = package(tmp_path / "base", "library", "version = 1\n")
+    new = package(tmp_path / "overlay", "library", "version = 2\n")
+    async with children(tmp_path, preload=("inside", "library"), import_path=(old, str(_inside()))) as many:
+        plain = await many.make()
+        other = await many.make(environment=(new,))
+        look = "import library; answer['version'] = library.version"
+        assert (await run(plain, look))["version"] == 1
+        assert (await run(other, look))["version"] == 2
+
+
+def _inside() -> Path:
+    return Path(__file__).parents[1] / "isolation"
+
+
+async def test_an_overlay_without_a_folder_is_refused_and_the_base_lives_on(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        with pytest.raises(ProcessError):
+            await many.make(environment=("/nonexistent/overlay",))
+        assert (await (await many.make()).command(Ping())).ok
+
+
+async def test_a_module_that_fails_to_import_is_named(tmp_path: Path) -> None:
+    folder = package(tmp_path / "site", "broken", "raise RuntimeError('libfoo.so is missing')\n")
+    failing = zygotes(tmp_path, preload=("broken",), import_path=(folder,))
+    with pytest.raises(ProcessError, match=r"RuntimeError: libfoo\.so is missing") as caught:
+        await failing.start()
+    assert caught.value.reason is Reason.ENVIRONMENT_FAILED
+    await failing.close()
+
+
+async def test_a_start_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    folder = package(tmp_path / "site", "endless", "import time\ntime.sleep(600)\n")
+    slow = zygotes(tmp_path, preload=("endless",), import_path=(folder,), start_seconds=1.0)
+    said: list[str] = []
+    with pytest.raises(ProcessError, match="not up after 1 s"):
+        await slow.start(lambda stage, done, total: said.append(f"{stage} {done}/{total}"))
+    assert said == ["importing endless 0/1"]
+    await slow.close()
+
+
+async def test_children_outlive_their_zygote_and_a_new_one_forks(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        old = await many.make()
+        zygote = first(many.spawner.zygotes)
+        os.kill(zygote, signal.SIGKILL)
+        await until(lambda: not many.spawner.zygotes.processes())
+        assert (await old.command(Ping())).ok
+        new = await many.make()
+        assert (await new.command(Ping())).ok
+        assert first(many.spawner.zygotes) != zygote
+        os.kill(old.pid, signal.SIGKILL)
+        end = await asyncio.wait_for(asyncio.shield(old.exited), 20)
+        assert not end.expected
+        assert end.status in {-signal.SIGKILL, None}  # None before Linux 6.15: the one who was told has gone
+        await old.released
+        assert not alive(old.pid)
+
+
+async def test_a_zygote_killed_in_a_fork_hurts_one_fork_at_most(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        await many.spawner.zygotes.start()
+        for delay in range(8):
+            making = asyncio.create_task(many.make())
+            await asyncio.sleep(delay / 1000)
+            for pid, _ in many.spawner.zygotes.processes()[:1]:
+                os.kill(pid, signal.SIGKILL)
+            made = (await asyncio.gather(making, return_exceptions=True))[0]
+            if isinstance(made, BaseException):
+                assert isinstance(made, ProcessError)
+            else:
+                made.kill()
+                await made.released
+        assert (await (await many.make()).command(Ping())).ok
+
+
+async def test_the_zygote_ends_when_the_agent_is_gone(tmp_path: Path) -> None:
+    pool = zygotes(tmp_path)
+    await pool.start()
+    pid = first(pool)
+    await pool.close()
+    await until(lambda: not alive(pid))
+
+
+async def test_killing_a_child_of_a_busy_zygote_is_seen_at_once(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        process = await many.make()
+        async with busy(process, "while True: pass"):
+            began = time.monotonic()
+            process.kill()
+            await process.exited
+            assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+async def test_with_torch_it_stays_single_threaded_and_children_compute_differently(tmp_path: Path) -> None:
+    from omnimodel.runtime.zygote import PRELOAD
+
+    async with children(tmp_path, preload=(*PRELOAD, "inside")) as many:
+        report = await many.spawner.zygotes.start()
+        assert report.threads == 1
+        compute = """
+import random, numpy, torch
+torch.set_num_threads(2)
+product = torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # hangs for ever in a child of a zygote that has computed
+answer.update(sum=product.sum().item(), drawn=[torch.rand(1).item(), float(numpy.random.rand()), random.random()])
+answer['cuda'] = torch.cuda.is_initialized()
+"""
+        one, two = [await run(await many.make(), compute) for _ in range(2)]
+        assert one["sum"] == two["sum"] == 1e9
+        assert not {*one["drawn"]} & {*two["drawn"]}
+        assert not one["cuda"]
