@@ -6,6 +6,7 @@ driver would allow and that nobody meant shows up as wrong bytes. Calls are held
 the real functions of cuda-bindings, and everything that is given out must be given back.
 """
 
+# ruff: noqa: N802  (functions have the driver's own names)
 from __future__ import annotations
 
 import ctypes
@@ -59,6 +60,9 @@ class EmulatedDriver:
 
         def checked(*arguments: Any) -> tuple[Any, ...]:
             assert len(arguments) == count, f"{name} takes {expected}"
+            if name.startswith("cuCheckpoint"):  # these may block, and nothing else may wait for them
+                outcome = function(*arguments)
+                return (outcome,) if isinstance(outcome, real.CUresult) else (real.CUresult.CUDA_SUCCESS, *outcome)
             with self.lock:
                 if name in self.fail:
                     if self.fail[name] == 0:
@@ -283,6 +287,26 @@ class EmulatedDriver:
     def do_cuCtxSynchronize(self):
         while any(self.streams.values()):
             assert self.step(), "the streams wait for each other for ever"
+
+    # checkpoint: a test says what happens
+
+    checkpoint: Callable[[str, int], Any] = staticmethod(lambda _name, _pid: ())
+
+    def do_cuCheckpointProcessLock(self, pid, arguments):
+        assert arguments.timeoutMs > 0
+        return self.checkpoint("lock", pid)
+
+    def do_cuCheckpointProcessCheckpoint(self, pid, arguments):
+        return self.checkpoint("checkpoint", pid)
+
+    def do_cuCheckpointProcessRestore(self, pid, arguments):
+        return self.checkpoint("restore", pid)
+
+    def do_cuCheckpointProcessUnlock(self, pid, arguments):
+        return self.checkpoint("unlock", pid)
+
+    def do_cuCheckpointProcessGetState(self, pid):
+        return (real.CUprocessState.CU_PROCESS_STATE_CHECKPOINTED,)
 
     def decode(self, block: int, target: int, layout: Layout, stream: int) -> None:
         """What the Triton kernel does, in a stream."""

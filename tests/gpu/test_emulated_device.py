@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
-import numpy as np
 import torch
-from gpu.emulated import EmulatedDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu.emulated import EmulatedDriver
+from gpu.weights import Tensor, weights
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, copy_of, image, pattern
 from omnimodel.errors import ImageError, LedgerError, OmniError
@@ -59,16 +59,6 @@ def backend(driver):
     device.close()
     assert driver.left() == {}
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-class Tensor:
-    def __init__(self, dtype, offset, size):
-        self.dtype, self.offset, self.bytes = dtype, offset, size
-
-
-def weights(size_bytes: int, seed: int) -> bytes:
-    values = np.random.default_rng(seed).normal(0, 0.02, size_bytes // 2).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def packed_image(folder, size_bytes, seed=1):
@@ -168,16 +158,26 @@ def test_a_process_waits_behind_the_copy_and_not_a_frame_longer(backend, driver,
     window = backend.window(3)
     window.follow(os.dup(fence.descriptor))
     stream = cuda_driver.call("cuStreamCreate", 1)
-    for _turn in range(3):  # the fence's values go on from wake to wake
+    overlapped = False
+    for _turn in range(5):  # the fence's values go on from wake to wake
         copy = backend.device.copy(staged, held, fence=fence)
         window.map(copy_of(held), fence_base=copy.fence_base)
-        arrived: list[int] = []
+        for frame in held:
+            backend.fill(frame, 0xEE)
+        layers: list[tuple[bytes, int]] = []
         for frame in range(3):
-            window.wait((frame + 1) * FRAME, stream)
-            driver._enqueue(stream, "layer", lambda frame=frame: arrived.append(frame))
+            window.wait((frame + 1) * FRAME - 4096, stream)
+            view = window.tensor(frame * FRAME, FRAME)
+            driver._enqueue(
+                stream,
+                "layer",
+                lambda view=view, copy=copy, layers=layers: layers.append((view.numpy().tobytes(), copy.done_bytes())),
+            )
         copy.wait(30)
         window.unmap()
-        assert arrived == [0, 1, 2]
+        assert [found for found, _ in layers] == [pattern(size, 1)[f * FRAME : (f + 1) * FRAME] for f in range(3)]
+        overlapped |= layers[0][1] < size
+    assert overlapped  # in some turn the first layer ran before the last frame was there
     backend.device.unstage(staged)
     window.close()
     fence.close()
@@ -201,7 +201,10 @@ def test_two_copies_at_once_keep_their_own_progress(backend, driver, tmp_path):
     size = 2 * FRAME
     first = backend.device.stage(str(image(tmp_path, size, 1)), size)
     second = backend.device.stage(str(image(tmp_path, size, 2)), size)
-    copies = [backend.device.copy(first, backend.device.create(2)), backend.device.copy(second, backend.device.create(2))]
+    copies = [
+        backend.device.copy(first, backend.device.create(2)),
+        backend.device.copy(second, backend.device.create(2)),
+    ]
     copies[1].wait(30)
     assert [copy.done_bytes() for copy in copies] == [size, size]
     copies[0].wait(30)

@@ -195,7 +195,7 @@ def test_a_missing_file_is_not_staged(backend, tmp_path):
 
 def test_a_wrong_number_of_frames_is_refused(backend, tmp_path):
     staged = backend.device.stage(str(image(tmp_path, 4096)), 4096)
-    with pytest.raises(OmniError, match="2 frames|given 2"):
+    with pytest.raises(OmniError, match=r"2 frames|given 2"):
         backend.device.copy(staged, backend.device.create(2))
     backend.device.unstage(staged)
 

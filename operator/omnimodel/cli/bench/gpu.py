@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-from omnimodel.cli.bench.gpu_rows import GIBI, ROWS, Bench, driver_version, line_of
+from omnimodel.cli.bench.gpu_bench import GIBI, Bench, line_of
+from omnimodel.cli.bench.gpu_rows import ROWS, driver_version
 from omnimodel.errors import OmniError
 from omnimodel.memory.devices.cuda_driver import available
 
