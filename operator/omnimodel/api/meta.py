@@ -88,6 +88,12 @@ def _inside(value: Any, path: tuple[str | int, ...]) -> Iterator[Violation]:
             yield from _inside(item, (*path, str(key)))
 
 
+class Observed(Part):
+    """A part of a status: what a newer agent says beyond it is left out, not refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 LabelMap = dict[str, Annotated[str, plain(4096)]]
 Time = Annotated[str, plain(40)]  # RFC 3339
 
@@ -127,7 +133,7 @@ class Metadata(Part):
     managed_fields: list[dict[str, Any]] | None = None
 
 
-class Condition(Part):
+class Condition(Observed):
     """One condition of a status, as Kubernetes writes them."""
 
     type: Annotated[str, plain(316, empty=False)] = Field(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from omnimodel.api.meta import Part, Resource
+from omnimodel.api.meta import Observed, Part, Resource
 
 
 class ModelIdentity(Part):
@@ -118,7 +118,7 @@ class ProcessSpec(Part):
         return self.model_dump(mode="json", by_alias=True)
 
 
-class ProcessStatus(Part):
+class ProcessStatus(Observed):
     """What the agents say about the process."""
 
     state: str = Field(default="", description="starting, ready, draining, stopped, backing-off or failed.")

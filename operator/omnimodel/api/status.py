@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from omnimodel.api.fields import choice, number, plain, whole
-from omnimodel.api.meta import Condition, Part, Time
+from omnimodel.api.meta import Condition, Observed, Time
 
 Tier = Annotated[Literal["resident", "warm", "parked", "cold"], choice("resident", "warm", "parked", "cold")]
 ByteCount = Annotated[int, whole(0, 2**62, "bytes")]
@@ -15,7 +15,7 @@ Counter = Annotated[int, whole(0, 2**62)]
 Seconds = Annotated[float, number(0, 1e12)]
 
 
-class ResidencyEntry(Part):
+class ResidencyEntry(Observed):
     """One pod's word on the model; only that pod's agent writes it."""
 
     pod: Annotated[str, plain(253, empty=False)] = Field(
@@ -51,7 +51,7 @@ class ResidencyEntry(Part):
     )
 
 
-class Footprint(Part):
+class Footprint(Observed):
     """Bytes of the model as measured."""
 
     weights_bytes: ByteCount = Field(default=0, description="Bytes of its image.", examples=[269484032])
@@ -61,7 +61,7 @@ class Footprint(Part):
     )
 
 
-class ModelStatus(Part):
+class ModelStatus(Observed):
     """What the system says about a model."""
 
     observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[3])
@@ -85,7 +85,7 @@ class ModelStatus(Part):
     )
 
 
-class IsolationStatus(Part):
+class IsolationStatus(Observed):
     """The isolation that the pool reached."""
 
     level: Annotated[str, plain(32)] = Field(
@@ -96,7 +96,7 @@ class IsolationStatus(Part):
     )
 
 
-class PoolStatus(Part):
+class PoolStatus(Observed):
     """What the system says about a pool."""
 
     observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[1])

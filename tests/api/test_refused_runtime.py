@@ -1,0 +1,385 @@
+"""What a runtime must not say: arguments, variables and secrets that the system owns, and engines that do not fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from api.builders import model
+from omnimodel.api import validate
+
+MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "dtype",
+        {"runtime__dtype": "bf16"},
+        ["runtime.dtype: 'bf16': is none of the possible words; write auto, float32, bfloat16 or float16"],
+    ),
+    (
+        "args --port 8000",
+        {"runtime": {"engine": "vllm", "args": ["--port", "8000"]}},
+        ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
+    ),
+    (
+        "args --port=8000",
+        {"runtime": {"engine": "vllm", "args": ["--port=8000"]}},
+        ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
+    ),
+    (
+        "args --port 8000",
+        {"runtime": {"engine": "vllm", "args": ["--port 8000"]}},
+        ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
+    ),
+    (
+        "args --host 0.0.0.0",
+        {"runtime": {"engine": "vllm", "args": ["--host", "0.0.0.0"]}},
+        ["runtime.args[0]: '--host': --host belongs to the system; remove it: the system assigns ports and addresses"],
+    ),
+    (
+        "args --served-model-name x",
+        {"runtime": {"engine": "vllm", "args": ["--served-model-name", "x"]}},
+        [
+            "runtime.args[0]: '--served-model-name': --served-model-name belongs to the system; write it in spec.servedNames"
+        ],
+    ),
+    (
+        "args --served_model_name=x",
+        {"runtime": {"engine": "vllm", "args": ["--served_model_name=x"]}},
+        [
+            "runtime.args[0]: '--served_model_name': --served-model-name belongs to the system; write it in spec.servedNames"
+        ],
+    ),
+    (
+        "args --api-key k",
+        {"runtime": {"engine": "vllm", "args": ["--api-key", "k"]}},
+        [
+            "runtime.args[0]: '--api-key': --api-key belongs to the system; remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef"
+        ],
+    ),
+    (
+        "args --gpu-memory-utilization 0.9",
+        {"runtime": {"engine": "vllm", "args": ["--gpu-memory-utilization", "0.9"]}},
+        [
+            "runtime.args[0]: '--gpu-memory-utilization': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
+        ],
+    ),
+    (
+        "args --gpu_memory_utilization=0.9",
+        {"runtime": {"engine": "vllm", "args": ["--gpu_memory_utilization=0.9"]}},
+        [
+            "runtime.args[0]: '--gpu_memory_utilization': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
+        ],
+    ),
+    (
+        "args --gpu-mem 0.9",
+        {"runtime": {"engine": "vllm", "args": ["--gpu-mem", "0.9"]}},
+        [
+            "runtime.args[0]: '--gpu-mem': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
+        ],
+    ),
+    (
+        "args --device cuda:1",
+        {"runtime": {"engine": "vllm", "args": ["--device", "cuda:1"]}},
+        [
+            "runtime.args[0]: '--device': --device belongs to the system; write spec.resources.devices, a count; which ones is the system's choice"
+        ],
+    ),
+    (
+        "args --enable-sleep-mode",
+        {"runtime": {"engine": "vllm", "args": ["--enable-sleep-mode"]}},
+        [
+            "runtime.args[0]: '--enable-sleep-mode': --enable-sleep-mode belongs to the system; remove it: spec.residency says when the model leaves the device"
+        ],
+    ),
+    (
+        "args --max-model-len 8192",
+        {"runtime": {"engine": "vllm", "args": ["--max-model-len", "8192"]}},
+        [
+            "runtime.args[0]: '--max-model-len': --max-model-len belongs to the system; write spec.runtime.options.contextTokens"
+        ],
+    ),
+    (
+        "args --Port 1",
+        {"runtime": {"engine": "vllm", "args": ["--Port", "1"]}},
+        ["runtime.args[0]: '--Port': --port belongs to the system; remove it: the system assigns ports and addresses"],
+    ),
+    (
+        "args -tp 2",
+        {"runtime": {"engine": "vllm", "args": ["-tp", "2"]}},
+        [
+            "runtime.args[0]: '-tp': --tensor-parallel-size belongs to the system; write spec.resources.devices, a count; which ones is the system's choice"
+        ],
+    ),
+    (
+        "args --hf-token hf_abcdefghijklmnopqrstuvwx",
+        {"runtime": {"engine": "vllm", "args": ["--hf-token", "hf_abcdefghijklmnopqrstuvwx"]}},
+        [
+            "runtime.args[0]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
+            "runtime.args[1]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
+        ],
+    ),
+    (
+        "args --model x",
+        {"runtime": {"engine": "vllm", "args": ["--model", "x"]}},
+        ["runtime.args[0]: '--model': --model belongs to the system; write it in spec.source"],
+    ),
+    (
+        "command fixed port",
+        {"runtime": {"engine": "command", "command": ["serve", "--port", "8080"]}},
+        [
+            "runtime.command[1]: '--port': is a fixed port; write {port}: the system assigns ports",
+            "runtime.command: does not say where the program takes its address; write {port} or {socket} there, such as --port {port}",
+        ],
+    ),
+    (
+        "command no port",
+        {"runtime": {"engine": "command", "command": ["serve"]}},
+        [
+            "runtime.command: does not say where the program takes its address; write {port} or {socket} there, such as --port {port}"
+        ],
+    ),
+    (
+        "shell command",
+        {
+            "runtime": {
+                "engine": "command",
+                "command": ["bash", "-c", "exec vllm serve --port 8000 --gpu-memory-utilization 0.9"],
+            }
+        },
+        [
+            "runtime.command[2]: '--port': is a fixed port; write {port}: the system assigns ports",
+            "runtime.command: does not say where the program takes its address; write {port} or {socket} there, such as --port {port}",
+        ],
+    ),
+    (
+        "command missing",
+        {"runtime": {"engine": "command"}},
+        ['runtime.command: engine command needs a command; write command: ["program", "--port", "{port}"]'],
+    ),
+    (
+        "command text",
+        {"runtime": {"engine": "command", "command": "serve --port {port}"}},
+        [
+            "runtime.command: 'serve --port {port}': is not a list; write command: [python, -m, myserver, --port, \"{port}\"]"
+        ],
+    ),
+    (
+        "command secret",
+        {
+            "runtime": {
+                "engine": "command",
+                "command": ["serve", "--port", "{port}", "--api-key", "sk-abcdefghijklmnopqrstuvwxyz"],
+            }
+        },
+        [
+            "runtime.command[3]: '--api-key': --api-key belongs to the system; remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef",
+            "runtime.command[4]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
+        ],
+    ),
+    (
+        "api key flag",
+        {"runtime": {"engine": "command", "command": ["serve", "--port", "{port}", "--auth-token", "s3cret"]}},
+        [
+            "runtime.command[3]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}"
+        ],
+    ),
+    (
+        "env CUDA_VISIBLE_DEVICES",
+        {"runtime__env": {"CUDA_VISIBLE_DEVICES": "0"}},
+        [
+            "runtime.env.CUDA_VISIBLE_DEVICES: '0': CUDA_VISIBLE_DEVICES pins the model to devices by index and breaks isolation; remove it; spec.resources.devices says how many"
+        ],
+    ),
+    (
+        "env NVIDIA_VISIBLE_DEVICES",
+        {"runtime__env": {"NVIDIA_VISIBLE_DEVICES": "all"}},
+        [
+            "runtime.env.NVIDIA_VISIBLE_DEVICES: 'all': NVIDIA_VISIBLE_DEVICES pins the model to devices by index and breaks isolation; remove it; spec.resources.devices says how many"
+        ],
+    ),
+    (
+        "env LD_PRELOAD",
+        {"runtime__env": {"LD_PRELOAD": "/x.so"}},
+        [
+            "runtime.env.LD_PRELOAD: '/x.so': LD_PRELOAD changes what the process loads and breaks isolation; remove it; spec.runtime.environment.requirements brings libraries"
+        ],
+    ),
+    (
+        "env GGML_CUDA_ENABLE_UNIFIED_MEMORY",
+        {"runtime__env": {"GGML_CUDA_ENABLE_UNIFIED_MEMORY": "1"}},
+        [
+            "runtime.env.GGML_CUDA_ENABLE_UNIFIED_MEMORY: '1': GGML_CUDA_ENABLE_UNIFIED_MEMORY takes memory past the budget and breaks isolation; remove it; spec.resources.deviceMemory says how much"
+        ],
+    ),
+    (
+        "env GGML_VK_VISIBLE_DEVICES",
+        {"runtime__env": {"GGML_VK_VISIBLE_DEVICES": "0"}},
+        [
+            "runtime.env.GGML_VK_VISIBLE_DEVICES: '0': GGML_VK_VISIBLE_DEVICES pins the model to devices by index and breaks isolation; remove it; spec.resources.devices says how many"
+        ],
+    ),
+    (
+        "env PYTHONPATH",
+        {"runtime__env": {"PYTHONPATH": "/code"}},
+        ["runtime.env.PYTHONPATH: '/code': PYTHONPATH belongs to the system; write spec.runtime.environment.path"],
+    ),
+    (
+        "env OMP_NUM_THREADS",
+        {"runtime__env": {"OMP_NUM_THREADS": "4"}},
+        ["runtime.env.OMP_NUM_THREADS: '4': OMP_NUM_THREADS belongs to the system; write spec.runtime.threads"],
+    ),
+    (
+        "env HF_TOKEN",
+        {"runtime__env": {"HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx"}},
+        ["runtime.env.HF_TOKEN: is a secret in clear text; write HF_TOKEN: {secretKeyRef: {name: NAME, key: KEY}}"],
+    ),
+    (
+        "env OPENAI_API_KEY",
+        {"runtime__env": {"OPENAI_API_KEY": "os.environ/KEY"}},
+        [
+            "runtime.env.OPENAI_API_KEY: 'os.environ/KEY': is a reference of another system; write OPENAI_API_KEY: {secretKeyRef: {name: NAME, key: KEY}}"
+        ],
+    ),
+    (
+        "env MASTER_KEY",
+        {"runtime__env": {"MASTER_KEY": "hunter2"}},
+        ["runtime.env.MASTER_KEY: is a secret in clear text; write MASTER_KEY: {secretKeyRef: {name: NAME, key: KEY}}"],
+    ),
+    (
+        "env SETTING",
+        {"runtime__env": {"SETTING": "sk-abcdefghijklmnopqrstuvwxyz"}},
+        ["runtime.env.SETTING: is a secret in clear text; write SETTING: {secretKeyRef: {name: NAME, key: KEY}}"],
+    ),
+    (
+        "env PORT",
+        {"runtime__env": {"PORT": "8080"}},
+        ["runtime.env.PORT: '8080': is a fixed port; write \"{port}\": the system assigns ports"],
+    ),
+    ("env WORKERS", {"runtime__env": {"WORKERS": 4}}, ['runtime.env.WORKERS: 4: is not text; write it in quotes: "4"']),
+    (
+        "env DEBUG",
+        {"runtime__env": {"DEBUG": True}},
+        ['runtime.env.DEBUG: true: is not text; write it in quotes: "true"'],
+    ),
+    (
+        "env 1A",
+        {"runtime__env": {"1A": "x"}},
+        ["runtime.env.1A: '1A': is no name of an environment variable; write letters, digits and _, such as LANG_CODE"],
+    ),
+    (
+        "env OMNI_X",
+        {"runtime__env": {"OMNI_X": "1"}},
+        ["runtime.env.OMNI_X: '1': OMNI_X belongs to the system; remove it"],
+    ),
+    (
+        "env both refs",
+        {
+            "runtime__env": {
+                "A": {"secretKeyRef": {"name": "a", "key": "b"}, "configMapKeyRef": {"name": "a", "key": "b"}}
+            }
+        },
+        [
+            "runtime.env.A: needs exactly one of secretKeyRef and configMapKeyRef; write secretKeyRef: {name: NAME, key: KEY}"
+        ],
+    ),
+    (
+        "env value",
+        {"runtime__env": {"A": {"value": "x"}}},
+        ["runtime.env.A.value: is an unknown field; write the text itself: NAME: TEXT"],
+    ),
+    (
+        "python no handler",
+        {"runtime": {"engine": "python", "task": "infer"}},
+        [
+            "runtime.handler: engine python needs a handler; write handler: {entry: handler:Handler, files: {handler.py: CODE}}"
+        ],
+    ),
+    (
+        "handler elsewhere",
+        {"runtime": {"engine": "transformers", "task": "text-generation", "handler": "a:B"}},
+        ["runtime.handler: 'a:B': handler is for engine python only; remove it, or write engine: python"],
+    ),
+    (
+        "task missing",
+        {"runtime": {"engine": "transformers"}},
+        [
+            "runtime.task: engines transformers and python need a task; add task: text-generation, embeddings, text-classification, automatic-speech-recognition, text-to-speech or infer"
+        ],
+    ),
+    (
+        "args python",
+        {"runtime__args": ["x"]},
+        ["runtime.args: args are for foreign engines only; write what the engine shall know in options"],
+    ),
+    (
+        "handler from nowhere",
+        {"runtime__handler": "a:B"},
+        [
+            "runtime.handler: 'a:B': module a comes from nowhere; write handler: {entry: a:B, files: {a.py: CODE}}, or the mount that has it in spec.runtime.environment.path"
+        ],
+    ),
+    (
+        "handler no file",
+        {"runtime__handler": {"entry": "other:H", "files": {"handler.py": ""}}},
+        ["runtime.handler.entry: 'other:H': has no file other.py in files; write handler:CLASS"],
+    ),
+    (
+        "handler syntax",
+        {"runtime__handler": {"entry": "handler:H", "files": {"handler.py": "def x(:\n"}}},
+        ["runtime.handler.files.handler.py: is no Python in line 1: invalid syntax; correct the code"],
+    ),
+    (
+        "handler dotted",
+        {"runtime__handler": {"entry": "handler.Handler", "files": {"handler.py": ""}}},
+        ["runtime.handler.entry: 'handler.Handler': is no MODULE:CLASS; write handler:Handler"],
+    ),
+    (
+        "handler py",
+        {"runtime__handler": "handler.py:Handler"},
+        ["runtime.handler: 'handler.py:Handler': names a file, not a module; write handler:Handler"],
+    ),
+    (
+        "file folders",
+        {"runtime__handler": {"entry": "handler:H", "files": {"handler.py": "", "../x.py": ""}}},
+        [
+            "runtime.handler.files.../x.py: '../x.py': is no plain file name; write one such as handler.py, without folders"
+        ],
+    ),
+    (
+        "path outside",
+        {"mounts": [{"name": "code", "source": True, "path": "/code"}], "runtime__environment": {"path": ["/other"]}},
+        ["runtime.environment.path[0]: '/other': is in no mount; write a path under /code"],
+    ),
+    (
+        "path no mounts",
+        {"runtime__environment": {"path": ["/other"]}},
+        ["runtime.environment.path[0]: '/other': is in no mount; add a mount that has it to spec.mounts"],
+    ),
+    (
+        "requirements path",
+        {"runtime__environment": {"requirements": ["./x"]}},
+        [
+            "runtime.environment.requirements[0]: './x': is a path, and nothing points at a file beside the manifest; write NAME==VERSION"
+        ],
+    ),
+    (
+        "requirements option",
+        {"runtime__environment": {"requirements": ["-r x.txt"]}},
+        [
+            "runtime.environment.requirements[0]: '-r x.txt': is an option of pip, not a requirement; write a requirement such as numpy==2.3.1"
+        ],
+    ),
+    (
+        "nan option",
+        {"runtime__options": {"a": math.nan}},
+        ["runtime.options.a: nan: is no number that JSON knows; write a finite number, or put it in quotes"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
+def test_a_model_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
+    resource, errors = validate(model(**changes))
+    assert resource is None
+    assert [str(error) for error in errors] == [f"OmniModel default/tiny: spec.{line}" for line in expected]
