@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Self
 
 from omnimodel.errors import ImageError, OmniError, Reason
-from omnimodel.memory.disk import disk_errors, sync_folder, write_part
+from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_part
 from omnimodel.memory.image import ASSETS_FOLDER, IMAGE_FILE, INDEX_FILE, Index, hash_assets, read_index
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Store:
             index = read_index(staging.path)
             verify(ImageRef(staging.path, index.digest, index.bytes, index))
             with disk_errors(str(self.root)), self._locked(fcntl.LOCK_SH):
-                _sync_tree(staging.path)
+                sync_tree(staging.path)
                 part = write_part(self._key_file(key), json.dumps({"digest": index.digest}).encode())
                 try:
                     self._install(staging.path, index.digest)
@@ -346,14 +346,3 @@ def _take_over(folder: Path) -> None:
     os.chmod(folder, 0o755)  # noqa: S103 (weights are no secret of the machine, and processes run as other users)
     if os.geteuid() == 0:
         os.chown(folder, 0, os.getegid())
-
-
-def _sync_tree(folder: Path) -> None:
-    for place, _, files in os.walk(folder):
-        for name in files:
-            descriptor = os.open(os.path.join(place, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_folder(Path(place))

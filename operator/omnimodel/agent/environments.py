@@ -1,0 +1,234 @@
+"""Builds what a model's code needs beside the packages of this interpreter: one overlay folder for equal sets.
+
+uv resolves the requirements against the interpreter's own packages, pinned to the versions that are there, so that
+torch is never installed twice and nothing is replaced; only what is missing goes into the overlay. A process has the
+overlay on its sys.path behind the interpreter's packages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from omnimodel.agent.programs import Finished, run_program
+from omnimodel.agent.shared import SharedWork
+from omnimodel.errors import OmniError, Reason
+from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]  # one line of what uv says
+
+_ADDED = re.compile(r"^ \+ (\S+)==(\S+)(?: \(from (\S+)\))?$")
+_LAST_LINES = 6
+_LOCK_SECONDS = 0.1
+_MARKER = "environment.json"
+
+
+class Environments:
+    """Overlay folders under one root.
+
+    Args:
+        root: made when it is not there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._work: SharedWork[Progress] = SharedWork()
+
+    async def build(self, subject: str, requirements: Sequence[str], progress: Progress = lambda _line: None) -> Path:
+        """Have the environment of a set of requirements.
+
+        Args:
+            subject: whose environment it is, for messages.
+            requirements: as in a requirements file, one package each.
+            progress: gets what uv says; equal builds share one and are all told.
+
+        Returns:
+            The folder for sys.path. It must not be written to.
+
+        Raises:
+            OmniError: it cannot be resolved or built, with uv's own last lines, or the disk is full.
+        """
+        for requirement in requirements:
+            if requirement.lstrip().startswith(("-", "#")) or len(requirement.splitlines()) != 1:
+                raise OmniError(
+                    subject,
+                    f"{requirement!r:.100} is no requirement",
+                    "write a package and its version, such as tiktoken==0.14.0",
+                    reason=Reason.INVALID_MANIFEST,
+                )
+        base = await asyncio.to_thread(installed)
+        key = _key(requirements, base)
+        folder = self.root / key
+        if await asyncio.to_thread((folder / _MARKER).is_file):
+            return folder / "packages"
+
+        return await self._work.run(
+            key, lambda listeners: self._build(subject, requirements, base, folder, listeners), progress
+        )
+
+    async def _build(
+        self,
+        subject: str,
+        requirements: Sequence[str],
+        base: dict[str, str],
+        folder: Path,
+        listeners: Sequence[Progress],
+    ) -> Path:
+        def hear(line: str) -> None:
+            for progress in listeners:
+                progress(line)
+
+        with disk_errors(str(self.root)):
+            self.root.mkdir(parents=True, exist_ok=True)
+            async with _locked(self.root / f"{folder.name}.lock"):
+                if (folder / _MARKER).is_file():  # another agent was first
+                    return folder / "packages"
+                staging = self.root / f"{folder.name}.part"
+                shutil.rmtree(staging, ignore_errors=True)
+                (staging / "packages").mkdir(parents=True)
+                try:
+                    added = await self._resolve(subject, requirements, base, staging, hear)
+                    if added:
+                        await self._install(subject, added, staging, hear)
+                    marker = {"requirements": sorted(requirements), "packages": added}
+                    await asyncio.to_thread(_keep, staging, folder, marker)
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
+        log.info("environment_built subject=%s key=%s packages=%d", subject, folder.name, len(added))
+        return folder / "packages"
+
+    async def _resolve(
+        self, subject: str, requirements: Sequence[str], base: dict[str, str], staging: Path, hear: Progress
+    ) -> list[str]:
+        """What must be installed beside the interpreter's own packages."""
+        wanted, pinned = staging / "requirements.txt", staging / "installed.txt"
+        wanted.write_text("".join(f"{requirement}\n" for requirement in requirements))
+        pinned.write_text("".join(f"{name}=={version}\n" for name, version in base.items()))
+        added: list[str] = []
+
+        def hear_plan(line: str) -> None:
+            if match := _ADDED.match(line):
+                added.append(f"{match[1]} @ {match[3]}" if match[3] else f"{match[1]}=={match[2]}")
+            hear(line)
+
+        # --break-system-packages lets uv look at an interpreter of the system; a dry run changes nothing in it.
+        finished = await _uv(
+            ["--dry-run", "--break-system-packages", "--constraint", str(pinned), "--requirement", str(wanted)],
+            hear_plan,
+        )
+        if finished.code != 0:
+            raise _refusal(subject, finished, base)
+        return sorted(added)
+
+    async def _install(self, subject: str, added: Sequence[str], staging: Path, hear: Progress) -> None:
+        plan = staging / "plan.txt"
+        plan.write_text("".join(f"{requirement}\n" for requirement in added))
+        finished = await _uv(
+            [
+                *("--target", str(staging / "packages"), "--no-deps", "--requirement", str(plan)),
+                *("--compile-bytecode", "--link-mode", "copy"),  # read-only later; no file shared with the cache
+            ],
+            hear,
+        )
+        if finished.code != 0:
+            raise _refusal(subject, finished, {})
+
+    def collect(self, sets: Sequence[Sequence[str]]) -> None:
+        """Remove the environments of other sets of requirements than these; nothing may be building."""
+        base = installed()
+        kept = {_key(requirements, base) for requirements in sets}
+        for found in list(self.root.iterdir()) if self.root.is_dir() else []:
+            if found.name.partition(".")[0] not in kept:
+                shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
+
+
+def installed() -> dict[str, str]:
+    """Packages of the running interpreter: normalised name -> version."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions(path=_site_folders()):
+        name, version = distribution.metadata["Name"], distribution.version
+        if name and version:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return dict(sorted(found.items()))
+
+
+def _site_folders() -> list[str]:
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def _key(requirements: Sequence[str], base: dict[str, str]) -> str:
+    """Equal for equal sets on an equal interpreter: another torch below makes another environment."""
+    body = [sorted(set(requirements)), base, sys.version, sysconfig.get_platform()]
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:32]
+
+
+async def _uv(arguments: Sequence[str], hear: Progress) -> Finished:
+    environment = {"UV_NO_PROGRESS": "1"}
+    for own, pips in (("UV_INDEX_URL", "PIP_INDEX_URL"), ("UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
+        if pips in os.environ and own not in os.environ and "UV_DEFAULT_INDEX" not in os.environ:
+            environment[own] = os.environ[pips]  # uv reads none of pip's settings
+    return await run_program(
+        [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments],
+        hear,
+        environment=environment,
+    )
+
+
+def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniError:
+    text = finished.text
+    if "No space left on device" in text or "os error 28" in text:
+        return OmniError(
+            subject, "the disk is full while its environment is built", "free space there", reason=Reason.DISK_FULL
+        )
+    last = [line.strip() for line in finished.lines if not line.startswith("Using Python")][-_LAST_LINES:]
+    clash = [name for name in base if re.search(rf"\b{re.escape(name)}=={re.escape(base[name])}(?!\S)", text)]
+    cure = "correct spec.runtime.environment.requirements"
+    if clash:
+        names = " and ".join(f"{name} {base[name]}" for name in clash[:3])
+        cure += f"; this interpreter has {names}, which cannot be replaced"
+    return OmniError(
+        subject,
+        f"its environment cannot be built: {' | '.join(last)[-1500:]}",
+        cure,
+        reason=Reason.ENVIRONMENT_FAILED,
+    )
+
+
+def _keep(staging: Path, folder: Path, marker: Mapping[str, object]) -> None:
+    for name in ("requirements.txt", "installed.txt", "plan.txt"):
+        (staging / name).unlink(missing_ok=True)
+    write_atomically(staging / _MARKER, json.dumps(marker).encode())
+    sync_tree(staging)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(staging, folder)
+    sync_folder(folder.parent)
+
+
+@asynccontextmanager
+async def _locked(path: Path) -> AsyncIterator[None]:
+    """Hold a file lock; several agents may share a folder of environments."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(_LOCK_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
