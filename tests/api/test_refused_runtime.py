@@ -161,7 +161,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "command text",
         {"runtime": {"engine": "command", "command": "serve --port {port}"}},
         [
-            "runtime.command: 'serve --port {port}': is not a list; write command: [python, -m, myserver, --port, \"{port}\"]"
+            "runtime.command: 'serve --port {port}': is not a list; write command: [python, -m, myserver, --port, '{port}']"
         ],
     ),
     (

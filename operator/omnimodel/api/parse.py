@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -167,15 +168,8 @@ def _example(kind: type[Part], path: Path) -> str:
 
 def flow(value: Any) -> str:
     """A value as one line of YAML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(flow(item) for item in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = str(value)
-    quoted = isinstance(value, str) and (not text or any(mark in text for mark in "{}[],:#&*!|>'\"%@`\n"))
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"' if quoted else text
+    text: str = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
+    return text.strip()[1:-1]
 
 
 def _error(
