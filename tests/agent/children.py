@@ -49,7 +49,8 @@ class Children:
             for folder in hierarchy.parent.iterdir()
             if folder.is_dir()
         ]
-        run, journal = (sorted(os.listdir(self.spawner.state_dir / name)) for name in ("run", "journal"))
+        run = sorted(os.listdir(self.spawner.state_dir / "run"))
+        journal = [name for name in os.listdir(self.spawner.state_dir / "journal") if not name.startswith("zygote-")]
         return {"groups": groups, "run": run, "journal": journal}
 
 

@@ -189,6 +189,25 @@ async def test_a_process_that_hangs_up_is_ended(tmp_path: Path) -> None:
             assert (await ended(process)).status == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("channel.sock.send(b'\\0not json')", id="what is no JSON"),
+        pytest.param("channel.sock.send(b'\\0[1]')", id="what is no object"),
+        pytest.param("channel.send({'kind': 'reply', 'id': [], 'ok': True})", id="a reply to no number"),
+        pytest.param("channel.send({'kind': 'reply', 'surprise': 1})", id="fields that nobody knows"),
+        pytest.param("channel.send({}, [0, 1])", id="descriptors that nobody asked for"),
+    ],
+)
+async def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path, text: str) -> None:
+    async with children(tmp_path) as many:
+        neighbour, hostile = await many.make(), await many.make()
+        with pytest.raises(ProcessExit, match="no message") as caught:
+            await run(hostile, text)
+        assert not caught.value.expected
+        assert (await neighbour.command(Ping())).ok
+
+
 async def test_its_children_go_with_it(tmp_path: Path) -> None:
     async with children(tmp_path) as many:
         process = await many.make()

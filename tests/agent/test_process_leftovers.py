@@ -52,7 +52,7 @@ async def test_what_a_killed_agent_left_is_ended_and_removed(tmp_path: Path) -> 
     await agent.wait()
     await until(lambda: not alive(zygote))
     assert all(alive(pid) for pid in pids)
-    assert len(os.listdir(tmp_path / "journal")) == 3
+    assert len(os.listdir(tmp_path / "journal")) == 4  # and the zygote
     async with children(tmp_path) as many:
         await until(lambda: not any(alive(pid) for pid in pids))
         assert many.left() == NOTHING

@@ -193,11 +193,11 @@ class Groups:
         problems: dict[str, str] = {}
         for version, controllers, folder in _mounted(root):
             try:
-                enabled = _enable(folder, controllers) if version == 2 else controllers
-                parent = folder / name
+                where, enabled = _enable(folder, controllers, root) if version == 2 else (folder, controllers)
+                parent = where / name
                 parent.mkdir(exist_ok=True)
-                if version == 2:
-                    enabled = _delegate(parent, enabled)
+                if version == 2 and enabled:
+                    _subtree(parent, enabled)
                 found.append(Hierarchy(version, frozenset(enabled), parent))
             except OSError as error:
                 problems |= dict.fromkeys(controllers or ("cgroup2",), error.strerror or str(error))
@@ -322,29 +322,31 @@ def _mounted(root: Path) -> Iterator[tuple[int, tuple[str, ...], Path]]:
         yield 2, (), inside(unified, own.get("", "/"))
 
 
-def _enable(folder: Path, controllers: tuple[str, ...]) -> tuple[str, ...]:
-    """Version 2: let groups below ours have controllers, for which ours must hold no process itself."""
-    wanted = [name for name in ("memory", "pids", "cpu") if name in controllers]
+def _enable(folder: Path, controllers: tuple[str, ...], root: Path) -> tuple[Path, tuple[str, ...]]:
+    """Version 2: where groups with controllers can be made. A group that has them may hold no process itself.
+
+    In a container, whose own group looks like the root, its processes move to a leaf. On a host, where a shell and
+    others may share our group, we do not move them: the groups become neighbours of ours.
+    """
+    wanted = tuple(name for name in ("memory", "pids", "cpu") if name in controllers)
     if not wanted:
-        return ()
+        return folder, ()
     try:
         _subtree(folder, wanted)
+        return folder, wanted
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
-        leaf = folder / _AGENT_LEAF
-        leaf.mkdir(exist_ok=True)
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                _write(leaf / "cgroup.procs", pid)
-        _subtree(folder, wanted)
-    return tuple(wanted)
-
-
-def _delegate(parent: Path, enabled: tuple[str, ...]) -> tuple[str, ...]:
-    if enabled:
-        _subtree(parent, enabled)
-    return enabled
+    if folder != root:
+        _subtree(folder.parent, wanted)
+        return folder.parent, wanted
+    leaf = folder / _AGENT_LEAF
+    leaf.mkdir(exist_ok=True)
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            _write(leaf / "cgroup.procs", pid)
+    _subtree(folder, wanted)
+    return folder, wanted
 
 
 def _subtree(folder: Path, controllers: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from omnimodel.agent.limits import Group
 from omnimodel.agent.output import Output
 from omnimodel.agent.zygotes import Forked
 from omnimodel.errors import ProcessError, Reason
-from omnimodel.isolation import SandboxPlan
+from omnimodel.isolation import Level, SandboxPlan
 from omnimodel.protocol.channel import ChannelClosed
 from omnimodel.protocol.process import Command, Envelope, Evict, Progress, Publish, Reply, Start, Stop, Wake, decode
 
@@ -103,6 +103,7 @@ class ModelProcess:
         self._stopping = False
         self._killed = False
         self._over_memory = False
+        self._garbled = False
         self._dead = asyncio.Event()
         loop.add_reader(self._pidfd, self._died)
         self._reader = asyncio.create_task(self._read(), name=f"read {self.instance}")
@@ -158,23 +159,24 @@ class ModelProcess:
         return reply
 
     async def _read(self) -> None:
-        while True:
-            try:
+        """Take what the process says. It runs a stranger's code: anything that is no message ends it."""
+        try:
+            while True:
                 message, descriptors = await self._channel.receive()
-            except ChannelClosed:
-                return
-            for descriptor in descriptors:  # none is expected
-                os.close(descriptor)
-            try:
+                for descriptor in descriptors:  # none is expected
+                    os.close(descriptor)
                 said = decode(message)
-            except (KeyError, TypeError):
-                log.warning("message_not_understood instance=%s", self.instance)
-                continue
-            if isinstance(said, Progress):
-                for callback in list(self._progress.values()):
-                    callback(said)
-            elif (waiter := self._replies.get(said.id)) is not None and not waiter.done():
-                waiter.set_result(said)
+                if isinstance(said, Progress):
+                    for callback in list(self._progress.values()):
+                        callback(said)
+                elif (waiter := self._replies.get(said.id)) is not None and not waiter.done():
+                    waiter.set_result(said)
+        except ChannelClosed:
+            return
+        except Exception as error:
+            log.warning("message_not_understood instance=%s error=%r", self.instance, error)
+            self._garbled = True
+            self.kill()
 
     # Memory
 
@@ -183,7 +185,7 @@ class ModelProcess:
         usage = self.group.usage_bytes()
         if usage is not None:
             return usage
-        return sum(_private_bytes(pid) for pid in self.group.pids() | {self.pid})
+        return sum(_private_bytes(pid) for pid in self.group.pids() or {self.pid, *session_of(self.pid)})
 
     async def _watch_memory(self) -> None:
         """The memory limit of a machine without control groups for it."""
@@ -204,6 +206,14 @@ class ModelProcess:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self.group.kill()
+
+    def _kill_children(self) -> None:
+        """Below `namespaces` its children may have outlived it; the zygote ends those that have left its session."""
+        self.group.kill()
+        if self.reached.level is not Level.NAMESPACES:
+            for pid in session_of(self.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     async def stop(self, grace_seconds: float) -> ProcessExit:
         """Let it finish its requests for at most `grace_seconds`, then kill it.
@@ -240,7 +250,7 @@ class ModelProcess:
         if self._watcher is not None:
             self._watcher.cancel()
         status = await self._status()
-        self.group.kill()  # below `namespaces` children may live on
+        self._kill_children()
         await asyncio.wait([self._reader, self.output.ended], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
         reason = self._reason(status)
@@ -287,6 +297,8 @@ class ModelProcess:
             reason = Reason.OUT_OF_MEMORY
             problem = f"it needed more than its {self.plan.memory_bytes >> 20} MiB of working memory and was ended"
             cure = "raise resources.hostMemory, or ask for less at once"
+        elif self._garbled:
+            problem = "its process sent something that is no message on its control channel and was killed"
         elif self._stopping and not self._killed:
             problem = "it was stopped"
         elif self._killed:
@@ -299,7 +311,7 @@ class ModelProcess:
             problem = f"its process was ended by {_signal_name(-status)}{said}"
         else:
             problem = f"its process ended by itself with exit status {status}{said}"
-        expected = self._stopping or self._killed
+        expected = (self._stopping or self._killed) and not self._garbled and reason is Reason.CRASHED
         return ProcessExit(self.subject, problem, cure, reason=reason, status=status, expected=expected, tail=tail)
 
 
@@ -329,6 +341,18 @@ def _status_by_pidfd(pidfd: int) -> int | None:
     mask, _ = struct.unpack_from("QQ", buffer)
     (code,) = struct.unpack_from("i", buffer, 60)
     return os.waitstatus_to_exitcode(code) if mask & _PIDFD_INFO_EXIT else None
+
+
+def session_of(leader: int) -> list[int]:
+    """Processes in the session that `leader` began, itself left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != leader:
+            with contextlib.suppress(OSError, IndexError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                if int(fields[3]) == leader:
+                    found.append(int(name))
+    return found
 
 
 def _private_bytes(pid: int) -> int:

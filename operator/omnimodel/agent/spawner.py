@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -101,9 +100,7 @@ class Spawner:
 
     def inside(self, plan: SandboxPlan, path: str) -> str:
         """Where a path of the machine will be found by a process with this plan."""
-        return plan.inside(
-            path, self.reached.level if self.reached.level.strength < plan.wanted.strength else plan.wanted
-        )
+        return plan.inside(path, min(self.reached.level, plan.wanted, key=lambda level: level.strength))
 
     async def spawn(self, request: ProcessRequest) -> ModelProcess:
         """Fork a process, put it into its sandbox and control group, and let its code begin.
@@ -118,12 +115,18 @@ class Spawner:
         group: Group | None = None
         forked: Forked | None = None
         listener: socket.socket | None = None
+        process: ModelProcess | None = None
         try:
             socket_path, listener = self._listen(plan.instance)
             plan = self._prepare(plan, folder)
             output = self.pump.add(request.log_path)
             limits = GroupLimits(plan.memory_bytes, plan.processes, request.cpu_weight)
-            group = await asyncio.to_thread(self.groups.create, plan.instance, limits)
+            making = asyncio.ensure_future(asyncio.to_thread(self.groups.create, plan.instance, limits))
+            try:
+                group = await asyncio.shield(making)
+            except asyncio.CancelledError:
+                group = await making  # a thread cannot be cancelled: what it makes must be removed
+                raise
             forked = await self.zygotes.fork(
                 plan,
                 log_descriptor=output.write_descriptor,
@@ -153,10 +156,13 @@ class Spawner:
             self._processes.add(process)
             await forked.go({**scratch, **request.env}, request.working_dir or plan.scratch)
         except BaseException as error:
-            if forked is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(forked.pidfd, signal.SIGKILL)
-            await self._undo(plan.instance, group, output, listener)
+            if process is not None:
+                process.kill()
+                await process.released
+            else:
+                if forked is not None:
+                    forked.abandon()
+                await self._undo(plan.instance, group, output, listener)
             if isinstance(error, ChannelClosed | ProcessLookupError):
                 raise ProcessError(request.subject, "its process ended before it began", "see its log") from error
             if isinstance(error, OmniError):

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omnimodel.agent.journal import Entry, Journal, start_ticks
+from omnimodel.agent.zygote import ProgressSaid, Zygote, ZygoteReport
 from omnimodel.errors import IsolationError, OmniError, ProcessError, Reason
 from omnimodel.isolation import Reached, SandboxPlan
 from omnimodel.protocol.channel import AsyncChannel, ChannelClosed, socket_pair
@@ -22,7 +24,6 @@ from omnimodel.protocol.channel import AsyncChannel, ChannelClosed, socket_pair
 log = logging.getLogger(__name__)
 
 SERVE = "omnimodel.runtime.serve:run"
-ProgressSaid = Callable[[str, int, int], None]
 
 # Source: host-notes.md, rule 2: both are read when the libraries load, too late after a fork. NVML answers whether
 # there is a GPU without touching it.
@@ -40,7 +41,6 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "TZ", "SSL_CERT_FILE")
-_LOG_TAIL_BYTES = 4000
 
 
 @dataclass
@@ -71,109 +71,12 @@ class Forked:
         """Let the model's code begin. Secrets go this way, past the zygote."""
         await self.channel.send({"op": "go", "env": dict(env), "workingDir": working_dir})
 
-
-@dataclass
-class ZygoteReport:
-    """How a zygote came up: `private_bytes` is what it costs the machine once."""
-
-    pid: int
-    start_ticks: int
-    seconds: float
-    private_bytes: int
-    threads: int
-    absent: tuple[str, ...]
-
-
-class _Zygote:
-    """One zygote and the task that reads what it says."""
-
-    def __init__(self, channel: AsyncChannel, process: subprocess.Popen[bytes] | None, log_path: Path) -> None:
-        self.channel = channel
-        self.process = process
-        self.log_path = log_path
-        self.report: asyncio.Future[ZygoteReport] = asyncio.get_running_loop().create_future()
-        self.waiting: dict[str, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
-        self.statuses: dict[int, asyncio.Future[int]] = {}
-        self.progress: ProgressSaid | None = None
-        self.reader = asyncio.create_task(self._read(), name="zygote reader")
-
-    @property
-    def alive(self) -> bool:
-        return not self.reader.done()
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                message, descriptors = await self.channel.receive()
-                self._take(message, descriptors)
-        except OmniError:
-            pass
-        finally:
-            self._gone()
-
-    def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        kind = message["kind"]
-        if kind == "progress":
-            if self.progress is not None:
-                self.progress(message["stage"], message["done"], message["total"])
-        elif kind == "up":
-            names = ("pid", "seconds", "threads")
-            self.report.set_result(
-                ZygoteReport(
-                    start_ticks=message["startTicks"],
-                    private_bytes=message["privateBytes"],
-                    absent=tuple(message["absent"]),
-                    **{name: message[name] for name in names},
-                )
-            )
-        elif kind == "exited":
-            status = self.statuses.pop(message["pid"], None)
-            if status is not None and not status.done():
-                status.set_result(message["status"])
-        else:
-            waiter = self.waiting.pop(message.get("instance") or message.get("key") or "", None)
-            if kind == "forked":
-                self.statuses[message["pid"]] = asyncio.get_running_loop().create_future()
-            if waiter is not None and not waiter.done():
-                waiter.set_result((message, descriptors))
-            else:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-
-    def _gone(self) -> None:
-        error = ProcessError("zygote", "it has ended", f"see {self.log_path}")
-        futures: list[asyncio.Future[Any]] = [self.report, *self.waiting.values()]
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # nobody may be waiting
-        for status in self.statuses.values():
-            status.cancel()
-        self.waiting.clear()
+    def abandon(self) -> None:
+        """Kill it and let go of it."""
         self.channel.close()
-        if self.process is not None:
-            asyncio.get_running_loop().run_in_executor(None, self.process.wait)
-
-    async def ask(
-        self, key: str, message: dict[str, Any], descriptors: Sequence[int]
-    ) -> tuple[dict[str, Any], list[int]]:
-        waiter: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
-        self.waiting[key] = waiter
-        try:
-            await self.channel.send(message, descriptors)
-            return await waiter
-        except ChannelClosed as error:
-            raise ProcessError("zygote", "it has ended", f"see {self.log_path}") from error
-        finally:
-            self.waiting.pop(key, None)
-
-    async def close(self, *, kill: bool = False) -> None:
-        if kill and self.process is not None:
-            self.process.kill()
-        self.reader.cancel()
-        await asyncio.gather(self.reader, return_exceptions=True)
-        if self.process is not None:
-            await asyncio.to_thread(self.process.wait)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        os.close(self.pidfd)
 
 
 Environment = tuple[str, ...]
@@ -204,7 +107,10 @@ class Zygotes:
         self._preload = preload
         self._start_seconds = start_seconds
         self._import_path = tuple(import_path)
-        self._zygotes: dict[Environment, _Zygote] = {}
+        self._journal = Journal(Path(state_dir) / "journal")
+        self._zygotes: dict[Environment, Zygote] = {}
+        self._closed = False
+        self._replacing: asyncio.Task[None] | None = None
         self._locks: dict[Environment, asyncio.Lock] = {}
         self._number = 0
 
@@ -216,11 +122,14 @@ class Zygotes:
         """
         return await (await self._get((), progress)).report
 
+    def private_bytes(self) -> int:
+        """What the zygotes cost this machine: what each held alone when it came up, which its children now share."""
+        return sum(zygote.report.result().private_bytes for zygote in self._zygotes.values() if zygote.up)
+
     def processes(self) -> list[tuple[int, int]]:
         """(pid, start ticks) of every zygote that is up."""
-        reports = [zygote.report for zygote in self._zygotes.values() if zygote.alive]
-        done = [report.result() for report in reports if report.done() and not report.exception()]
-        return [(report.pid, report.start_ticks) for report in done]
+        reports = [zygote.report.result() for zygote in self._zygotes.values() if zygote.alive and zygote.up]
+        return [(report.pid, report.start_ticks) for report in reports]
 
     async def fork(
         self,
@@ -315,13 +224,36 @@ class Zygotes:
 
     async def close(self) -> None:
         """End every zygote; the processes forked from them live on."""
-        zygotes, self._zygotes = self._zygotes, {}
-        for zygote in zygotes.values():
+        self._closed = True
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
+        for environment in list(self._zygotes):
+            await self.retire(environment)
+
+    async def retire(self, environment: Environment) -> None:
+        """End the zygote of an environment that no model uses any more; its processes live on."""
+        zygote = self._zygotes.pop(tuple(environment), None)
+        if zygote is not None:
             await zygote.close()
+            self._journal.forget(zygote.log_path.stem)
+
+    def _replace_base(self) -> None:
+        """Start the base anew when it died, so that the next fork need not wait for the imports."""
+
+        async def replace() -> None:
+            try:
+                await self._get((), None)
+            except ProcessError as error:  # the next fork tries again and reports it
+                log.warning("zygote_not_replaced error=%s", error)
+
+        log.warning("zygote_died")
+        if not self._closed:
+            self._replacing = asyncio.create_task(replace(), name="replace zygote")
 
     async def _get(
         self, environment: Environment, progress: ProgressSaid | None, preload: Sequence[str] = ()
-    ) -> _Zygote:
+    ) -> Zygote:
         lock = self._locks.setdefault(environment, asyncio.Lock())
         async with lock:
             zygote = self._zygotes.get(environment)
@@ -331,7 +263,7 @@ class Zygotes:
             self._zygotes[environment] = zygote
             return zygote
 
-    async def _derive(self, environment: Environment, preload: Sequence[str]) -> _Zygote:
+    async def _derive(self, environment: Environment, preload: Sequence[str]) -> Zygote:
         """Fork the zygote of an environment from the base, so that torch is imported and held once."""
         base = await self._get((), None)
         ours, theirs = socket_pair()
@@ -342,6 +274,8 @@ class Zygotes:
             reply, received = await base.ask(key, request, [theirs.fileno(), log_file.fileno()])
         for descriptor in received:
             os.close(descriptor)
+        if reply["kind"] == "derived":
+            self._journal.record(Entry(log_path.stem, reply["pid"], reply["startTicks"], ()))
         if reply["kind"] == "refused":
             ours.close()
             raise ProcessError("zygote", reply["message"], "restart the agent")
@@ -349,9 +283,9 @@ class Zygotes:
             ours.close()
             log.info("zygote_apart environment=%s modules=%s", environment, ",".join(reply["modules"]))
             return await self._exec(environment, None)
-        return await self._up(_Zygote(AsyncChannel(ours), None, log_path), environment)
+        return await self._up(Zygote(AsyncChannel(ours), None, log_path), environment)
 
-    async def _exec(self, environment: Environment, progress: ProgressSaid | None) -> _Zygote:
+    async def _exec(self, environment: Environment, progress: ProgressSaid | None) -> Zygote:
         ours, theirs = socket_pair()
         log_path = self._log_path()
         command = [self._python, "-P", "-m", "omnimodel.runtime.zygote", str(theirs.fileno())]
@@ -372,23 +306,25 @@ class Zygotes:
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is for the agent, which drains in stages
             )
-        zygote = _Zygote(AsyncChannel(ours), process, log_path)
+        self._journal.record(Entry(log_path.stem, process.pid, start_ticks(process.pid) or 0, ()))
+        zygote = Zygote(AsyncChannel(ours), process, log_path, self._replace_base if not environment else lambda: None)
         zygote.progress = progress
         return await self._up(zygote, environment)
 
-    async def _up(self, zygote: _Zygote, environment: Environment) -> _Zygote:
+    async def _up(self, zygote: Zygote, environment: Environment) -> Zygote:
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._start_seconds):
                 report = await asyncio.shield(zygote.report)
         except (TimeoutError, ProcessError) as error:
             await zygote.close(kill=True)
+            self._journal.forget(zygote.log_path.stem)
             late = isinstance(error, TimeoutError)
             raise ProcessError(
                 "zygote",
                 f"it was not up after {self._start_seconds:g} s"
                 if late
-                else f"it ended while it started: {_tail(zygote)}",
+                else f"it ended while it started: {zygote.last_line()}",
                 f"see {zygote.log_path}",
                 reason=Reason.ENVIRONMENT_FAILED,
             ) from error
@@ -425,10 +361,3 @@ def _failure(plan: SandboxPlan, message: Mapping[str, Any]) -> OmniError:
     reason = Reason(message["reason"])
     kind = IsolationError if reason is Reason.ISOLATION_UNAVAILABLE else ProcessError
     return kind(f"process {plan.instance}", message["message"], message["detail"], reason=reason)
-
-
-def _tail(zygote: _Zygote) -> str:
-    with contextlib.suppress(OSError):
-        text = zygote.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else "it printed nothing"
-    return "it has no log"

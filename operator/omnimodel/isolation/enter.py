@@ -67,7 +67,7 @@ def enter(plan: SandboxPlan) -> Reached:
         level = Level.LANDLOCK
     _filter(plan, steps, level)
     if level is not Level.NAMESPACES:
-        steps.missing += _below_namespaces(plan, level)
+        steps.missing += _below_namespaces(plan, level, own_user=own_user)
     if level.strength < plan.minimum.strength:
         raise IsolationError(
             f"sandbox of {plan.instance}",
@@ -171,11 +171,13 @@ def _filter(plan: SandboxPlan, steps: _Steps, level: Level) -> None:
         steps.missing.append("no network: it can reach this machine's network")
 
 
-def _below_namespaces(plan: SandboxPlan, level: Level) -> list[str]:
+def _below_namespaces(plan: SandboxPlan, level: Level, *, own_user: bool) -> list[str]:
     """What a weaker level lacks by its nature."""
     missing = ["its own /tmp and /dev/shm with a size", "/proc/meminfo with its own limit"]
     if level is Level.PROCESS:
         missing += ["other models' files out of sight", "other processes out of sight"]
+    if not own_user:
+        missing.append("other models' sockets out of reach: all have the same user")
     missing += [
         f"mount at {mount.target}: it is at {mount.source}" for mount in plan.mounts if mount.target != mount.source
     ]

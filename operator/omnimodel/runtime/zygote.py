@@ -124,6 +124,7 @@ class Zygote:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._known: set[int] = set()
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import, and say that it is up."""
@@ -173,6 +174,12 @@ class Zygote:
             except ChannelClosed:
                 return
 
+    def _end_orphans(self) -> None:
+        """Without a pid namespace the children of a dead model come to us, whatever session they are in."""
+        for pid in set(_children()) - self._known:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
     def _reap(self) -> None:
         while True:
             try:
@@ -180,7 +187,11 @@ class Zygote:
             except ChildProcessError:
                 return
             if pid == 0:
+                self._end_orphans()
                 return
+            if pid not in self._known:
+                continue
+            self._known.discard(pid)
             self.channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _answer(self, request: Mapping[str, Any], descriptors: list[int]) -> None:
@@ -205,6 +216,7 @@ class Zygote:
         self._introduce("forked", pid, about, time.monotonic() - began)
 
     def _introduce(self, kind: str, pid: int, about: Mapping[str, Any], seconds: float) -> None:
+        self._known.add(pid)
         pidfd = os.pidfd_open(pid)
         try:
             self.channel.send(
@@ -247,6 +259,7 @@ class Zygote:
             os.dup2(log, 1)
             os.dup2(log, 2)
             close_descriptors_except({control, *extra})
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # while it lives, its orphans are its own
             faulthandler.enable()  # a crash in native code leaves the line it happened in in the log
             # pid 1 of a pid namespace ignores signals without a handler, and inherits its orphans
             signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
