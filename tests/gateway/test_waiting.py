@@ -316,6 +316,23 @@ async def test_an_answer_that_is_no_stream_is_broken_off_rather_than_taken_for_w
         await world.post(PATH, json=CHAT)
 
 
+async def test_a_model_that_never_answers_holds_up_nobody_else(world: World) -> None:
+    """production-stack#749: one dead backend hung all."""
+    world.agent.add("dead", deadline_seconds=0.3)
+    dead = [world.post(PATH, json={**CHAT, "model": "dead", "pause": 3600}) for _ in range(50)]
+    asked = asyncio.gather(*dead)
+    assert {(await world.post(PATH, json=CHAT)).status for _ in range(20)} == {200}
+
+    assert {response.status for response in await asked} == {504}
+
+
+async def test_a_deleted_model_is_gone_at_once(world: World) -> None:
+    """ollama-operator#118: a deleted model was still served."""
+    del world.agent.lines["smollm2"]
+
+    assert (await world.post(PATH, json=CHAT)).status == 404
+
+
 async def test_a_fault_of_the_gateway_shows_nothing_of_its_inside(world: World) -> None:
     def broken() -> None:
         raise KeyError("/etc/secret")

@@ -225,6 +225,27 @@ def test_four_models_at_four_times_the_budget_in_turn_all_succeed() -> None:
     assert device.useless_wakes == 0
 
 
+@pytest.mark.parametrize("freezable", [False, True])
+def test_fifty_at_once_over_three_models_where_one_fits(freezable: bool) -> None:
+    """llama-swap#277: concurrent requests raced for the swap."""
+    requests = [Request(0.0, f"m{i % 3}", 0.5) for i in range(50)]
+    device = Device(catalogue(10.0, 10.0, 10.0, freezable=freezable), 12 * GB, FAST, concurrency=8)
+    waited = device.run(requests)
+
+    assert len(device.swaps) == 3, "each model is woken once and serves all that wait for it"
+    assert max(waited) < 30.0
+
+
+def test_alternating_calls_are_each_served_by_the_wake_they_caused() -> None:
+    """llama.cpp#28698: a fresh model was evicted before the call that had asked for it."""
+    draw = random.Random(3)
+    requests = [Request(i * 0.05, f"m{draw.randint(0, 1)}", draw.uniform(0.01, 0.4)) for i in range(200)]
+    device = Device(catalogue(10.0, 10.0), 12 * GB, FAST, concurrency=4)
+    device.run(requests)
+
+    assert device.useless_wakes == 0
+
+
 def test_a_client_that_gives_up_leaves_no_orphan_wake_behind() -> None:
     """llama-swap#727: the only waiter of a cold model goes away during its drain; the next model does not wait for it."""
     requests = [Request(0.0, "m0", 10.0), Request(1.0, "m1", 1.0, patience=5.0), Request(7.0, "m2", 1.0)]
