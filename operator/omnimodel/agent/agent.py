@@ -177,6 +177,13 @@ class Agent:
         assert self._broker is not None
         return Instance(name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._broker.on_exit)
 
+    def _exited(self, instance: Instance, error: OmniError | None) -> None:
+        assert self._broker is not None
+        self._broker.on_exit(instance, error)
+        model = self._models.get(f"{instance.namespace}/{instance.model}")
+        if model is not None and error is not None and error.reason is Reason.OUT_OF_MEMORY:
+            model.outgrown(instance)
+
     def _remove(self, model: Model) -> None:
         task = asyncio.create_task(model.remove(_REMOVE_SECONDS), name=f"remove {model.key}")
         self._removing.add(task)

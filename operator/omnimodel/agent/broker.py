@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SMALLEST_WORKING_BYTES = 32 << 20  # what a process takes before it has computed anything, with room to start
+LARGEST_GRANT_BYTES = 1 << 30  # for a model whose size is not known yet
 _RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
 _RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
 _ACCOUNTING_SECONDS = 1.0
@@ -127,6 +129,7 @@ class Broker:
         now = time.monotonic()
         for instance in self.instances.values():
             instance.admit()
+        self._grant_unknown()
         times = [self._start_ahead(now), self._step_down(now)]
         for _ in range(4 * len(self.instances) + 4):
             if not self._drains and not any(self._wants(instance) for instance in self.instances.values()):
@@ -147,6 +150,18 @@ class Broker:
                 break
             self._apply(step)
         return min((at for at in times if at is not None), default=None)
+
+    def _grant_unknown(self) -> None:
+        """Give models whose size is not known yet a working memory to be measured under: what the kept ones leave."""
+        kept_bytes = sum(
+            instance.weights_bytes + instance.working_bytes
+            for instance in self.instances.values()
+            if instance.residency.keep_resident and instance.measured
+        )
+        for instance in self.instances.values():
+            if not instance.measured and not instance.held_bytes:
+                room_bytes = self.budget_bytes - kept_bytes - instance.weights_bytes
+                instance.working_bytes = max(SMALLEST_WORKING_BYTES, min(room_bytes, LARGEST_GRANT_BYTES))
 
     @staticmethod
     def _wants(instance: Instance) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 IMAGE_PATH = "/omni/image"
 SOURCE_PATH = "/omni/source"
+
+# An engine's `python` is the one of the environment, not the system's.
+_PATH = os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"))
 
 # Publishing holds a whole model in the process's own memory, and a hostile file must not take the machine down.
 _PUBLISHING_SHARE = 0.5
@@ -100,7 +104,7 @@ def _request(
         log_path=layout.log(spec["model"]["namespace"], spec["model"]["name"]),
         environment=(str(environment),) if environment else (),
         paths=tuple(spec["environment"]["paths"]),
-        env=spec["env"],
+        env={"PATH": _PATH, **spec["env"]},
         working_dir=spec["workingDir"],
     )
 
@@ -132,7 +136,9 @@ def _mounts(mounts: Sequence[Mapping[str, Any]], folder: Path, source: Path | No
             made.append(Mount(str(place), mount["path"], read_only=False, size_bytes=origin["empty"]["sizeBytes"]))
         else:
             place = _folder(folder, mount["name"])
-            content = {name: text.encode(errors="surrogateescape") for name, text in (origin.get("files") or {}).items()}
+            content = {
+                name: text.encode(errors="surrogateescape") for name, text in (origin.get("files") or {}).items()
+            }
             content |= {name: base64.b64decode(text) for name, text in (origin.get("binaryFiles") or {}).items()}
             for name, raw in content.items():
                 _write(place / name, raw, owner=uid if "secret" in origin else None)

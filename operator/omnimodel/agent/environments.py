@@ -195,7 +195,7 @@ def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniErro
             subject, "the disk is full while its environment is built", "free space there", reason=Reason.DISK_FULL
         )
     last = [line.strip() for line in finished.lines if not line.startswith("Using Python")][-_LAST_LINES:]
-    clash = [name for name in base if re.search(rf"\b{re.escape(name)}=={re.escape(base[name])}(?!\S)", text)]
+    clash = [name for name in base if re.search(rf"\b{re.escape(name)}=={re.escape(base[name])}(?![\w+!]|\.\w)", text)]
     cure = "correct spec.runtime.environment.requirements"
     if clash:
         names = " and ".join(f"{name} {base[name]}" for name in clash[:3])

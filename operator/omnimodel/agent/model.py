@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from omnimodel.agent.broker import SMALLEST_WORKING_BYTES
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.preparation import Footprint, finish
 from omnimodel.errors import OmniError, ProcessError, Reason
@@ -26,15 +27,13 @@ log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 WORKING_STEP_BYTES = 4 * _MIB
-WORKING_HEADROOM_BYTES = 32 * _MIB  # beside half as much again as was measured: other requests ask for more
-SMALLEST_WORKING_BYTES = 64 * _MIB  # what a process takes before it has computed anything, with room to start
-LARGEST_GRANT_BYTES = 2048 * _MIB
+WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: other requests ask for more
 _PROBE_SECONDS = 120.0
 
 
 def working_from_measured(private_bytes: int) -> int:
     """The working memory a model is granted, from what its process was measured to hold after its first answer."""
-    wanted = private_bytes + private_bytes // 2 + WORKING_HEADROOM_BYTES
+    wanted = private_bytes + private_bytes // 4 + WORKING_HEADROOM_BYTES
     return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
 
 
@@ -176,7 +175,7 @@ class Model:
         self._say(phase, progress)
 
     def _size(self, instance: Instance) -> None:
-        """Set its working memory: as the manifest says, as measured before, or a grant to be measured under."""
+        """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured."""
         spec = instance.spec
         declared = spec["deviceMemoryBytes"]
         known = Footprint.load(self._layout, spec["hash"])
@@ -187,8 +186,6 @@ class Model:
             instance.working_bytes = known.working_bytes
             instance.measured = True
         else:
-            room = (self._broker.budget_bytes - instance.weights_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
-            instance.working_bytes = max(SMALLEST_WORKING_BYTES, min(room, LARGEST_GRANT_BYTES))
             instance.measured = False
 
     async def _verify(self, instance: Instance) -> None:
@@ -256,6 +253,16 @@ class Model:
         self._changed()
         self._broker.kick()
         self._discard(old, "a newer revision serves")
+
+    def outgrown(self, instance: Instance) -> None:
+        """Grant more working memory to a model that ran out of what was measured, so that it does not die of it again."""
+        if instance.spec["deviceMemoryBytes"] or instance.spec["limits"]["memoryBytes"]:
+            return
+        wanted = (instance.working_bytes * 3 // 2) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
+        room = (self._broker.budget_bytes - instance.weights_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
+        if instance.working_bytes < min(wanted, room):
+            instance.working_bytes = min(wanted, room)
+            Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
 
     # What is reported
 

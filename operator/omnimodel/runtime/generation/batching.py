@@ -3,7 +3,8 @@
 Its pause stops the loop between two tokens and keeps the requests with their keys and values, which makes it the
 fence of an evict. Traps it has, and what is done about them: one prompt larger than the cache ends the loop (lengths
 are checked before), a loop that died refuses requests (it is started again), without sizes it takes 60 % of the
-memory (they are always given).
+memory (they are always given), and it takes the frames of the weights and what is shared with the zygote for memory
+of this process's own (it is told what is private).
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ class Batching:
 
     def _make(self) -> Any:
         from transformers import ContinuousBatchingConfig, GenerationConfig
+        from transformers.generation.continuous_batching import cache
 
         manager = self._module.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0),
@@ -160,6 +162,7 @@ class Batching:
                 auto_switch_to_flash=False,
             ),
         )
+        cache.get_device_and_memory_breakdown = _own_memory
         processors = manager.logit_processor
         processors.logits_processor.append(Sampler())
         processors.tensors_required += 1
@@ -213,6 +216,15 @@ class Batching:
             if self._pause is not None:
                 return  # it waits, and ends with the process
             self._manager.stop(block=True, timeout=2.0, hard_stop=True)
+
+
+def _own_memory() -> tuple[torch.device, int, int, int]:
+    """What the library asks for: device, bytes it has in all, reserved and allocated."""
+    import psutil
+
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        private_bytes = sum(int(row.split()[1]) << 10 for row in file if row.startswith("Private_"))
+    return torch.device("cpu"), psutil.virtual_memory().total, private_bytes, private_bytes
 
 
 def _drop_pages(cache: torch.Tensor) -> None:
