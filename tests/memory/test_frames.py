@@ -218,6 +218,66 @@ async def test_two_wakes_at_once_and_frames_made_ahead(pool, account):
     assert account.frames == 8
 
 
+def staged_image(device, folder, frames):
+    path = folder / "image"
+    path.write_bytes(b"".join(bytes([65 + number]) * FRAME for number in range(frames)))
+    return device.stage(str(path), frames * FRAME)
+
+
+async def test_filling_copies_only_what_is_missing(pool, account, device, tmp_path):
+    await pool.create_ahead(8)
+    staged = staged_image(device, tmp_path, 3)
+    account.promise("a", 3)
+    await pool.make_room()
+    first = pool.take("a", "a")
+    assert await pool.fill(first, staged, 30) >= 0
+    pool.release("a")
+    for frame in first.frames:
+        ctypes.memset(frame.handle.address, 0, 1)  # shows which frames are copied again
+    await wake(pool, "b", 6)
+    pool.release("b")
+    account.promise("a", 3)
+    await pool.make_room()
+    again = pool.take("a", "a")
+    await pool.fill(again, staged, 30)
+    assert again.valid == (True, True, False)
+    assert [ctypes.string_at(frame.handle.address, 2) for frame in again.frames] == [b"\0A", b"\0B", b"CC"]
+    assert pool.frames_of("a") == list(again.frames)
+    device.unstage(staged)
+
+
+class SlowCopy:
+    """A copy that ends when it is told to."""
+
+    def __init__(self):
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def wait(self, timeout_seconds=None):
+        self.began.set()
+        assert self.go.wait(30)
+        return 1.0
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled"])
+async def test_frames_are_not_left_while_something_writes_into_them(pool, account, device, monkeypatch, how):
+    copy = SlowCopy()
+    monkeypatch.setattr(device, "copy", lambda *_arguments, **_options: copy)
+    account.promise("a", 2)
+    await pool.make_room()
+    allocation = pool.take("a", "a")
+    fill = asyncio.ensure_future(pool.fill(allocation, None, 0.01 if how == "late" else 30))
+    assert await asyncio.to_thread(copy.began.wait, 30)
+    if how == "cancelled":
+        fill.cancel()
+    done, _ = await asyncio.wait([fill], timeout=0.2)
+    assert not done
+    copy.go.set()
+    with pytest.raises(TimeoutError if how == "late" else asyncio.CancelledError):
+        await fill
+    pool.release("a")
+    assert pool.valid_frames("a") == 0
+
+
 async def test_adopted_frames_are_the_models(pool, account, device):
     frames = device.create(2)
     pool.adopt("a", "a", frames)

@@ -119,6 +119,22 @@ def test_missing_image_is_not_staged(device, tmp_path):
         device.stage(str(tmp_path / "nothing-here"), 4096)
 
 
+def test_an_image_that_is_unstaged_while_it_is_copied_stays_mapped_until_the_end(device, tmp_path):
+    size_bytes = 16 * FRAME
+    path = image_file(tmp_path, size_bytes)
+    frames = device.create(16)
+    for _ in range(20):
+        staged = device.stage(str(path), size_bytes)
+        copy = device.copy(staged, frames)
+        device.unstage(staged)
+        copy.wait(30)
+        assert staged.address == 0
+        assert str(path) not in Path("/proc/self/maps").read_text()
+    assert content(frames[15]) == pattern(size_bytes, 1)[15 * FRAME :]
+    with pytest.raises(OmniError, match="not in the arena"):
+        device.copy(staged, frames)
+
+
 def test_wrong_number_of_frames_is_refused(device, tmp_path):
     path = image_file(tmp_path, FRAME)
     staged = device.stage(str(path), FRAME)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -209,6 +210,37 @@ class FramePool:
             self._places[place.frame.id] = _Place(place.frame, model, number, place.part if valid[number] else None)
         log.debug("frames_taken model=%s frames=%d valid=%d", model, promise.frames, sum(valid))
         return Allocation(model, digest, tuple(place.frame for place in chosen), valid)
+
+    async def fill(self, allocation: Allocation, staged: Any, timeout_seconds: float) -> float:
+        """Copy what is missing of an image into its frames, and say that it has arrived.
+
+        Ends only when nothing is written any more, also when it is cancelled or late: until then neither the frames
+        nor the staged image may be given to anyone else.
+
+        Args:
+            staged: the image, from `Device.stage`; stays staged until this ends.
+            timeout_seconds: after this the copy counts as failed.
+
+        Returns:
+            Seconds that the copy took.
+
+        Raises:
+            ImageError: the image cannot be read.
+            TimeoutError: it took longer.
+        """
+        copy = await _to_its_end(asyncio.to_thread(self.device.copy, staged, allocation.frames, valid=allocation.valid))
+        end = asyncio.ensure_future(asyncio.to_thread(copy.wait))
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                seconds = await asyncio.shield(end)
+        except (TimeoutError, asyncio.CancelledError):
+            while not end.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([end])
+            end.exception()
+            raise
+        self.arrived(allocation)
+        return seconds
 
     def arrived(self, allocation: Allocation) -> None:
         """Say that the copy has ended well: every frame holds its part of the image."""

@@ -12,7 +12,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,18 +43,21 @@ class HostFrame:
 
 @dataclass
 class HostStaged:
-    """An image file, mapped read-only."""
+    """An image file, mapped read-only; it stays mapped as long as something is copied from it."""
 
     path: str
     address: int
     image_bytes: int
+    copies: int = 0
+    unstaged: bool = False
 
 
 class HostCopy:
     """A copy that is under way; see `devices.Copy`."""
 
-    def __init__(self, path: str, ends: Sequence[int], skipped: Sequence[bool]) -> None:
+    def __init__(self, path: str, ends: Sequence[int], skipped: Sequence[bool], on_end: Callable[[], None]) -> None:
         self.path = path
+        self._on_end = on_end
         self._ends = ends
         self._done = list(skipped)
         self._watermark = 0
@@ -71,6 +74,7 @@ class HostCopy:
             self._watermark += 1
         if self._open == 0:
             self._took_seconds = time.perf_counter() - self._began_seconds
+            self._on_end()
             self._finished.set()
 
     def chunk_ended(self, number: int, error: BaseException | None = None) -> None:
@@ -236,10 +240,21 @@ class HostDevice:
         return HostStaged(path, address, image_bytes)
 
     def unstage(self, staged: HostStaged) -> None:
-        """Unmap an image file; the kernel may drop its pages from then on."""
-        if staged.address:
-            pages.release(staged.address, staged.image_bytes)
-            staged.address = 0
+        """Unmap an image file, at the end of copies under way; the kernel may drop its pages from then on."""
+        with self._lock:
+            staged.unstaged = True
+        self._unmap_unused(staged)
+
+    def _unmap_unused(self, staged: HostStaged) -> None:
+        with self._lock:
+            if staged.unstaged and not staged.copies and staged.address:
+                pages.release(staged.address, staged.image_bytes)
+                staged.address = 0
+
+    def _copy_ended(self, staged: HostStaged) -> None:
+        with self._lock:
+            staged.copies -= 1
+        self._unmap_unused(staged)
 
     def copy(self, staged: HostStaged, frames: Sequence[Frame], *, valid: Sequence[bool] = ()) -> HostCopy:
         """Start copying in the device's threads."""
@@ -264,7 +279,16 @@ class HostDevice:
                         skipped=held[number],
                     )
                 )
-        copy = HostCopy(staged.path, [chunk.end for chunk in chunks], [chunk.skipped for chunk in chunks])
+        with self._lock:
+            if staged.unstaged:
+                raise OmniError("device host", f"{staged.path} is not in the arena any more")
+            staged.copies += 1
+        copy = HostCopy(
+            staged.path,
+            [chunk.end for chunk in chunks],
+            [chunk.skipped for chunk in chunks],
+            lambda: self._copy_ended(staged),
+        )
         todo = [number for number, chunk in enumerate(chunks) if not chunk.skipped]
         shared = iter(todo)  # next() on a list's iterator is atomic under the GIL
         for _ in range(min(self._threads, len(todo))):
