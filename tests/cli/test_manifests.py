@@ -38,7 +38,7 @@ def test_an_error_is_one_line_with_place_and_cure(folder: Path) -> None:
     assert done.exit_code == 2
     lines = [line for line in done.stdout.splitlines() if "egnine" in line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"{path}:8:")
+    assert lines[0].startswith(f"{path}:9:")
     assert "engine" in lines[0].replace("egnine", "")
 
 
