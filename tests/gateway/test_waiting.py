@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import aiohttp
 import openai
@@ -21,7 +22,9 @@ PATH = "/v1/chat/completions"
 def without_comments(body: bytes) -> bytes:
     """The stream less the comments of the gateway."""
     events = body.split(b"\n\n")
-    return b"\n\n".join(event for event in events if not event.startswith((b": waiting", b": still working")))
+    return b"\n\n".join(
+        event for event in events if not event.startswith((b": waiting", b": still working", b": taken"))
+    )
 
 
 def error_of(body: bytes) -> dict[str, object]:
@@ -64,6 +67,7 @@ async def test_a_held_stream_is_kept_alive_and_then_whole(world: World) -> None:
     rest = await response.read()
 
     assert without_comments(rest) == b"".join(RECORDED)
+    assert re.search(rb": taken waited=\d+\.\d{3} reason=wake wake=0\.250\n\n", rest)
 
 
 async def test_a_long_prefill_is_kept_alive(world: World) -> None:

@@ -50,6 +50,8 @@ _ANSWER_HEADERS = frozenset(
         "x-request-id",
     }
 )
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy in front shall pass events on at once
+_REPLACED = frozenset({"content-length", "cache-control"})
 _OUTCOMES = {429: "queue_full", 503: "unavailable", 504: "deadline"}
 
 
@@ -154,6 +156,11 @@ class Relay:
                 return await self._answer_in_event(answer, queue, inference, response.status)
             if answer.response is None:
                 await answer.begin(response)
+            else:  # what the headers would have said
+                hold = response.hold
+                await answer.comment(
+                    f"taken waited={hold.waited_seconds:.3f} reason={hold.reason} wake={hold.wake_seconds:.3f}"
+                )
             while isinstance(chunk := await self._next(answer, queue, inference), bytes):
                 await answer.write(chunk)
             await answer.end()
@@ -253,7 +260,8 @@ class _Answer:
         headers[WAKE_SECONDS_HEADER] = f"{answer.hold.wake_seconds:.6f}"
         self._events = _is_event_stream(answer)
         if self._events:  # comments may come between
-            headers = {name: value for name, value in headers.items() if name.lower() != "content-length"}
+            kept = {name: value for name, value in headers.items() if name.lower() not in _REPLACED}
+            headers = kept | _UNBUFFERED
         self.response = web.StreamResponse(status=answer.status, headers=headers)
         await self._to_client(self.response.prepare(self._request))
 
@@ -262,7 +270,7 @@ class _Answer:
         if self.response is not None:
             return
         self._events = True
-        headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", MODEL_HEADER: self._model}
+        headers |= {"Content-Type": "text/event-stream", MODEL_HEADER: self._model} | _UNBUFFERED
         self.response = web.StreamResponse(headers=headers)
         await self._to_client(self.response.prepare(self._request))
 
