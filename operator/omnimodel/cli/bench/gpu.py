@@ -41,9 +41,10 @@ def command(only: str, layers: int, arena_gib: int, swaps: int, folder: str, jso
             started = time.perf_counter()
             try:
                 ROWS[name](bench)
-            except (OmniError, RuntimeError, TimeoutError, OSError) as error:
+            except (OmniError, RuntimeError, OSError, EOFError) as error:
                 traceback.print_exc()
-                bench.report.failures.append(f"{name}: {error}")
+                bench.report.failures.append(f"{name}: {type(error).__name__}: {error}")
+                bench.recover()
             print(f"# {name}: {time.perf_counter() - started:.1f} s", flush=True)
     finally:
         bench.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -100,7 +101,8 @@ class Process:
 
     def kill(self) -> None:
         """End it, and wait until it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.link.sock.close()
         deadline = time.monotonic() + 30
         while os.path.exists(f"/proc/{self.pid}") and time.monotonic() < deadline:
@@ -158,12 +160,16 @@ class Bench:
         self.zygote.answer()
         self.line = 0.0
         self.model: Model | None = None
+        self._tried = False
         self.packed: Staged | None = None
         self.image_sum = 0
 
     def large(self) -> Model:
         """The 8B model's process, bound, with its image staged and frames made; evicted."""
         if self.model is None:
+            if self._tried:
+                raise OmniError("large model", "could not be made; see the first row that needed it")
+            self._tried = True
             self.model = self._make_large()
         return self.model
 
@@ -189,6 +195,13 @@ class Bench:
             "frames created", len(frames) * self.device.frame_bytes / (time.perf_counter() - began) / GIGA, "GB/s"
         )
         return Model(process, staged, frames)
+
+    def recover(self) -> None:
+        """Give the large model a new process, after a row that failed somewhere between wake and evict."""
+        if self.model:
+            self.model.process.kill()
+            self.model.process = Process(self)
+            self.model.process.build(self.device, self.kind)
 
     def close(self) -> None:
         """End every process and remove every file."""

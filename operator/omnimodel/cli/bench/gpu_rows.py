@@ -242,7 +242,7 @@ def faults(bench: Bench) -> None:
     try:
         process.ask("write")
         refused = False
-    except RuntimeError:
+    except (RuntimeError, EOFError):  # an error of the kernel, or the end of the process
         refused = True
     bench.report.check("writing into a frame is refused", refused)
     process.kill()
