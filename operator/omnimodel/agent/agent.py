@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -63,6 +64,8 @@ class Agent:
         self._revisions = itertools.count(1)
         self._changed = asyncio.Event()
         self._refusal: OmniError | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._draining: asyncio.Timeout | None = None
 
     # Life
 
@@ -83,13 +86,25 @@ class Agent:
             self._broker.memory.ledger.host.set("zygote", Kind.ZYGOTE, report.private_bytes)
 
     async def stop(self, drain_seconds: float) -> None:
-        """Let requests in flight finish for at most `drain_seconds`, then end every process and free everything."""
+        """Let requests in flight finish for at most `drain_seconds`, then end every process and free everything.
+
+        A further call only shortens that time, and waits for the same end.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(drain_seconds), name="stop")
+        elif self._draining is not None:
+            sooner = asyncio.get_running_loop().time() + drain_seconds
+            with contextlib.suppress(RuntimeError):  # it drains no more
+                self._draining.reschedule(min(sooner, self._draining.when() or sooner))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, drain_seconds: float) -> None:
         self.ingress.close("the system is stopping")
         lines = [model.serving.line for model in self._models.values()]
         for line in lines:
             line.refuse(_stopping)
         try:
-            async with asyncio.timeout(drain_seconds):
+            async with asyncio.timeout(drain_seconds) as self._draining:
                 await asyncio.gather(*(line.quiet() for line in lines))
         except TimeoutError:
             log.warning("drain_late in_flight=%d", sum(line.in_flight for line in lines))
