@@ -13,6 +13,7 @@ import pytest
 from agent.children import NOTHING, SUBJECT, alive, busy, children, children_of, code, run, until
 from omnimodel.agent.process import ModelProcess, ProcessExit
 from omnimodel.errors import ProcessError, Reason
+from omnimodel.isolation import Mount
 from omnimodel.protocol.process import Evict, Ping, Start, Wake
 
 pytestmark = [
@@ -196,6 +197,8 @@ async def test_a_process_that_hangs_up_is_ended(tmp_path: Path) -> None:
         pytest.param("channel.sock.send(b'\\0[1]')", id="what is no object"),
         pytest.param("channel.send({'kind': 'reply', 'id': [], 'ok': True})", id="a reply to no number"),
         pytest.param("channel.send({'kind': 'reply', 'surprise': 1})", id="fields that nobody knows"),
+        pytest.param("while True: channel.sock.send(b'\\1more')", id="a message without an end"),
+        pytest.param("while True: progress('on', 0, 0)", id="a flood"),
         pytest.param("channel.send({}, [0, 1])", id="descriptors that nobody asked for"),
     ],
 )
@@ -414,3 +417,34 @@ async def test_its_folders_are_given_to_its_user(tmp_path: Path) -> None:
         process = await many.make(writable=(str(output),))
         await run(process, f"open({str(output)!r} + '/image', 'w').write('weights')")
     assert (output / "image").read_text() == "weights"
+
+
+async def test_libraries_and_programs_inside_work_with_this_interpreter(tmp_path: Path) -> None:
+    look = """
+import psutil, subprocess, sys, ctypes, ssl, sqlite3, pwd, getpass, tempfile, locale
+answer['memory'] = psutil.virtual_memory().total
+answer['program'] = subprocess.run([sys.executable, '-c', 'import json; print(7)'], capture_output=True).stdout.decode()
+answer['name'] = getpass.getuser(), pwd.getpwuid(os.getuid()).pw_name
+answer['folder'] = tempfile.gettempdir(), os.getcwd()
+answer['cores'] = len(os.sched_getaffinity(0)) > 0 and os.cpu_count() > 0
+answer['program_is_mine'] = os.access(sys.executable, os.X_OK)
+"""
+    async with children(tmp_path) as many:
+        answer = await run(await many.make(memory_bytes=128 << 20), look)
+    assert answer["memory"] == 128 << 20
+    assert answer["program"] == "7\n"
+    assert answer["name"] == ["model", "model"]
+    assert answer["folder"] == ["/tmp", "/tmp"]
+    assert answer["cores"]
+    assert answer["program_is_mine"]
+
+
+async def test_an_empty_mount_has_its_size(tmp_path: Path) -> None:
+    place = tmp_path / "empty"
+    place.mkdir()
+    fill = "f = open('/cache/x', 'wb', buffering=0)\nw = 0\ntry:\n while True: w += f.write(bytes(65536))\n"
+    fill += "except OSError as error: answer.update(w=w, e=error.strerror)"
+    async with children(tmp_path) as many:
+        process = await many.make(mounts=(Mount(str(place), "/cache", read_only=False, size_bytes=1 << 20),))
+        answer = await run(process, fill)
+    assert (answer["w"], answer["e"]) == (1 << 20, "No space left on device")

@@ -436,13 +436,14 @@ def test_without_namespaces_a_foreign_engine_has_loopback_and_that_is_said(
 
 
 @on_all
-def test_it_cannot_reach_abstract_sockets_of_others(host: Host, machine: Machine) -> None:
+@pytest.mark.parametrize("network", [False, True], ids=["without-network", "with-network"])
+def test_it_cannot_reach_abstract_sockets_of_others(host: Host, machine: Machine, network: bool) -> None:
     name = f"\0omnimodel-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         server.listen()
         code = TRY + "import socket\nanswer['x'] = tried(lambda: socket.socket(socket.AF_UNIX).connect(name))"
-        answer = done(attempt(machine, host.plan(), code, name=name))
+        answer = done(attempt(machine, host.plan(network=network), code, name=name))
     assert answer["x"] in {"Connection refused", "Operation not permitted"}
 
 

@@ -30,6 +30,7 @@ _STATUS_SECONDS = 1.0
 _DRAIN_SECONDS = 0.5
 _KILL_SECONDS = 10.0
 _WATCH_SECONDS = 0.5
+_MESSAGES_PER_SECOND, _MESSAGE_BURST = 200, 2000
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Source: include/uapi/linux/pidfd.h
 
 
@@ -159,9 +160,15 @@ class ModelProcess:
         return reply
 
     async def _read(self) -> None:
-        """Take what the process says. It runs a stranger's code: anything that is no message ends it."""
+        """Take what the process says. It runs a stranger's code: a flood, or anything that is no message, ends it."""
+        allowed, counted_seconds = float(_MESSAGE_BURST), time.monotonic()
         try:
             while True:
+                now = time.monotonic()
+                allowed = min(_MESSAGE_BURST, allowed + (now - counted_seconds) * _MESSAGES_PER_SECOND) - 1
+                counted_seconds = now
+                if allowed < 0:
+                    raise ProcessError(self.subject, "it floods its control channel")
                 message, descriptors = await self._channel.receive()
                 for descriptor in descriptors:  # none is expected
                     os.close(descriptor)
@@ -298,7 +305,7 @@ class ModelProcess:
             problem = f"it needed more than its {self.plan.memory_bytes >> 20} MiB of working memory and was ended"
             cure = "raise resources.hostMemory, or ask for less at once"
         elif self._garbled:
-            problem = "its process sent something that is no message on its control channel and was killed"
+            problem = "its process flooded its control channel, or sent what is no message, and was killed"
         elif self._stopping and not self._killed:
             problem = "it was stopped"
         elif self._killed:

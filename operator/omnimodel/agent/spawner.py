@@ -178,8 +178,9 @@ class Spawner:
             plan = replace(plan, scratch=str(folder))
             owned.append(str(folder))
         if plan.uid and os.geteuid() == 0:
-            for path in owned:
-                os.chown(path, plan.uid, plan.uid)
+            for path in owned:  # by its group: where it cannot get a user of its own, it stays the owner
+                os.chown(path, -1, plan.uid)
+                os.chmod(path, 0o770)  # noqa: S103 - no other user
         return plan
 
     def _listen(self, instance: str) -> tuple[Path, socket.socket]:

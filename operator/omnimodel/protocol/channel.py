@@ -17,6 +17,7 @@ from typing import Any
 from omnimodel.errors import OmniError
 
 DESCRIPTORS_PER_PACKET = 250  # Source: SCM_MAX_FD is 253 in the kernel's include/net/scm.h
+PACKETS_PER_MESSAGE = 1000  # a process that runs a stranger's code may send a message without an end
 PACKET_BYTES = 160 << 10  # stays under net.core.wmem_default (208 KiB), which bounds one packet
 
 
@@ -59,6 +60,7 @@ class _Assembly:
     def __init__(self) -> None:
         self.body = b""
         self.descriptors: list[int] = []
+        self.packets = 0
 
     def receive(self, sock: socket.socket) -> bool:
         """Read one packet; True when the message is whole."""
@@ -79,6 +81,10 @@ class _Assembly:
             self.discard()
             raise OmniError("control channel", "a message arrived cut off", "raise the limit of open files (ulimit -n)")
         self.body += packet[1:]
+        self.packets += 1
+        if self.packets > PACKETS_PER_MESSAGE or len(self.body) > PACKET_BYTES:
+            self.discard()
+            raise OmniError("control channel", "a message has no end", "the other side is broken or hostile")
         return packet[0] == 0
 
     def discard(self) -> None:

@@ -51,7 +51,15 @@ PRELOAD = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.whisper.modeling_whisper",
     "transformers.models.whisper.feature_extraction_whisper",
+    "transformers.utils.chat_template_utils",
+    "jinja2.sandbox",
+    "psutil",
+    "omnimodel.memory.devices.host_window",
     "omnimodel.runtime.serve",
+    "omnimodel.runtime.engines.own",
+    "omnimodel.runtime.engines.transformers",
+    "omnimodel.runtime.generation.serving",
+    "omnimodel.runtime.generation.batching",
 )
 _ORPHAN_SECONDS = 30.0
 
