@@ -37,8 +37,8 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("variables that only look like secrets", {"runtime__env": {"MAX_TOKENS": "512", "TOKENIZERS_PARALLELISM": "false"}}),
     ("a key that is none", {"runtime__env": {"API_KEY": "none"}}),
     ("secrets and settings by reference", {"runtime__env": {"HF_TOKEN": {"secretKeyRef": {"name": "hub", "key": "token"}}, "LANGUAGE": {"configMapKeyRef": {"name": "settings", "key": "language"}}}}),
-    ("code from a config map", {"runtime__handler": "handler:Handler", "runtime__environment": {"path": ["/code"]}, "mounts": [{"name": "code", "source": {"configMap": {"name": "handler"}}, "path": "/code"}]}),
-    ("code from a package", {"runtime__handler": "tiny.serving:Handler", "runtime__environment": {"requirements": ["tiny==1.0.2"]}}),
+    ("code from a config map", {"runtime__handler": {"entry": "handler:Handler"}, "runtime__environment": {"path": ["/code"]}, "mounts": [{"name": "code", "source": {"configMap": {"name": "handler"}}, "path": "/code"}]}),
+    ("code from a package", {"runtime__handler": {"entry": "tiny.serving:Handler"}, "runtime__environment": {"requirements": ["tiny==1.0.2"]}}),
     ("every kind of mount", {"mounts": [
         {"name": "weights", "source": True, "path": "/model"},
         {"name": "voices", "source": {"volume": {"name": "models", "subPath": "voices"}}, "path": "/voices", "readOnly": False},

@@ -11,7 +11,6 @@ from omnimodel.api.model import OmniModel
 from omnimodel.api.mounts import SYSTEM_PATHS
 from omnimodel.api.owned import violations as owned_violations
 from omnimodel.api.pool import OmniPool
-from omnimodel.api.runtime import Handler
 from omnimodel.api.tree import Path
 
 
@@ -69,8 +68,7 @@ def _handler_violations(model: OmniModel) -> Iterator[Violation]:
     handler = runtime.handler
     if handler is None or runtime.engine != "python":
         return
-    entry = handler.entry if isinstance(handler, Handler) else handler
-    files = handler.files if isinstance(handler, Handler) else {}
+    entry, files = handler.entry, handler.files
     module = entry.partition(":")[0]
     path: Path = ("spec", "runtime", "handler")
     if files and f"{module}.py" not in files:

@@ -7,6 +7,7 @@ a text or an object, Kubernetes can only preserve it; the operator checks it and
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -125,9 +126,7 @@ def _root(kind: type[Resource]) -> dict[str, Any]:
     pattern = LABEL_PATTERN.replace("\\", "\\\\")
     rule = f"self.metadata.name.size() <= 63 && self.metadata.name.matches('{pattern}')"
     cure = "write lower-case letters, digits and hyphens, such as smollm2"
-    root["x-kubernetes-validations"] = [
-        {**cel(rule, "metadata.name is no DNS label", cure), "fieldPath": ".metadata.name"}
-    ]
+    root["x-kubernetes-validations"] = [cel(rule, "metadata.name is no DNS label", cure)]
     return root
 
 
@@ -174,10 +173,27 @@ def _nullable(name: str) -> dict[str, Any]:
 
 
 def _either(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """A text, or something else: what JSON schema says of texts applies to texts alone, so it can stand here."""
-    kept = ("minLength", "maxLength", "pattern")
-    texts = [branch for branch in branches if branch.get("type") == "string"]
-    return {**_PRESERVE, **{key: text[key] for text in texts for key in kept if key in text}}
+    """A text, or an object: what a schema says of texts applies to texts alone, and of properties to objects alone."""
+    schema = dict(_PRESERVE)
+    for branch in map(_without_cel, branches):
+        kept = ("minLength", "maxLength", "pattern") if branch.get("type") == "string" else ("properties", "required")
+        schema |= {key: branch[key] for key in kept if key in branch}
+    return schema
+
+
+def _without_cel(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema where CEL cannot see, below a node without type: the patterns of its texts stand in for their rules."""
+    left = {key: value for key, value in schema.items() if key != "x-kubernetes-validations"}
+    for rule in schema.get("x-kubernetes-validations", ()):
+        match = re.fullmatch(r"self\.matches\('(.*)'\)", rule["rule"])
+        if match:
+            left["pattern"] = match.group(1).replace("\\\\", "\\")
+    if "properties" in left:
+        left["properties"] = {name: _without_cel(child) for name, child in left["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(left.get(key), dict):
+            left[key] = _without_cel(left[key])
+    return left
 
 
 def _list(item: Any, limits: dict[str, Any], name: str) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def _violation(kind: type[Resource], details: ErrorDetails, place: Place) -> Vio
         return Violation(path, "is missing", _example(kind, path))
     if what == "extra_forbidden":
         return Violation(path, "is an unknown field", instead_of(kind, path))
+    if what == "model_type" and path == ("spec", "runtime", "handler") and isinstance(value, str):
+        return Violation(path, "is not a mapping", f"write handler: {{entry: {value}}}", value)
     if what in ("model_type", "dict_type", "model_attributes_type"):
         return Violation(path, "is not a mapping", _example(kind, path), value)
     if what == "list_type":

@@ -112,7 +112,7 @@ class Expectation(Part):
     near: Annotated[Any, Checked(_near, _ANY)] = Field(
         default=None, description="The value is this number, or list of numbers, but for `within`.", examples=[0.689]
     )
-    within: Annotated[float, number(0, 1e30)] | None = Field(
+    within: Annotated[float, number(0, 1e15)] | None = Field(
         default=None, description="How far a number may be from `near`.", examples=[0.01]
     )
     content_type: Annotated[str, plain(128, empty=False)] | None = Field(
@@ -197,7 +197,7 @@ class Probe(Part):
     )
     rules = (
         Rule(
-            "has(self.json) != has(self.form) || (has(self.method) && self.method == 'GET' && !has(self.json))",
+            "",
             lambda self: (
                 (self.json_body is None) != (self.form is None)
                 or (self.method == "GET" and self.json_body is None and self.form is None)
@@ -206,7 +206,7 @@ class Probe(Part):
             "write json: {input: TEXT}, for example",
         ),
         Rule(
-            "!(has(self.method) && self.method == 'GET') || (!has(self.json) && !has(self.form))",
+            "!(has(self.method) && self.method == 'GET') || !has(self.json)",
             lambda self: self.method != "GET" or (self.json_body is None and self.form is None),
             "a GET has no body",
             "remove json and form, or write method: POST",

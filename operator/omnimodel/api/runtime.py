@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from omnimodel.api.fields import AbsolutePath, Checked, Flag, cel, choice, plain, refusal, text, whole
 from omnimodel.api.meta import Part, Rule
-from omnimodel.api.references import EnvValue, text_or
+from omnimodel.api.references import EnvValue
 
 ENGINES = ("transformers", "python", "llamacpp", "vllm", "sglang", "command")
 TASKS = (
@@ -66,18 +66,18 @@ FileText = Annotated[str, plain(FILE_LIMIT)]
 
 
 class Handler(Part):
-    """The class of engine python, with its code inline."""
+    """The class of engine python: its code inline, from a mount (environment.path) or from a package."""
 
-    entry: Entry = Field(description="MODULE:CLASS; the module is one of `files`.", examples=["handler:Handler"])
+    entry: Entry = Field(
+        description="MODULE:CLASS; the module is in `files`, a mount or a package.",
+        examples=["handler:Handler"],
+    )
     files: dict[FileName, FileText] = Field(
         default_factory=dict,
         max_length=32,
         description="Files of Python code, name to text.",
         examples=[{"handler.py": "from omnimodel.runtime.sdk import Model\n..."}],
     )
-
-
-HandlerField = Annotated[Annotated[Entry, Tag("~text")] | Annotated[Handler, Tag("~handler")], text_or("~handler")]
 
 
 def _requirement(value: Any) -> str:
@@ -172,11 +172,10 @@ class Runtime(Part):
         "out.",
         examples=["text-generation"],
     )
-    handler: HandlerField | None = Field(
+    handler: Handler | None = Field(
         default=None,
-        description="For engine python: the class. An object with code inline, or MODULE:CLASS when the module comes "
-        "from a mount or a package.",
-        examples=[{"entry": "handler:Handler", "files": {"handler.py": "..."}}],
+        description="For engine python: the class.",
+        examples=[{"entry": "handler:Handler", "files": {"handler.py": "class Handler: ..."}}],
     )
     environment: Environment = Field(
         default=Environment(),

@@ -139,11 +139,12 @@ def _take(document: Document, result: Reading) -> None:
             kind = f"{value.get('apiVersion', '')}/{value.get('kind', '')}".strip("/")
             result.notes.append(f"{place.file}:{line}: {kind or 'a document without kind'} is left out")
         return
+    before = len(result.errors)
     if isinstance(value, dict):
         value = _as_written(value, place, result)
     resource, errors = validate(value, place)
     result.errors += errors
-    if resource is not None:
+    if resource is not None and len(result.errors) == before:
         _put(result, key_of(resource), resource, place.file, line)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, ServedName, priority_number
 from omnimodel.api.meta import API_VERSION
-from omnimodel.api.runtime import FOREIGN, Handler
+from omnimodel.api.runtime import FOREIGN
 from omnimodel.quantity import AUTO, parse_bytes, parse_cpu, parse_duration, parse_lifetime
 from omnimodel.render.identity import hostname, user_id
 from omnimodel.render.references import Config, config_value, resolve_mounts, resolve_source, secret_reference
@@ -165,9 +165,7 @@ def _handler(model: OmniModel) -> dict[str, Any] | None:
     handler = model.spec.runtime.handler
     if handler is None:
         return None
-    if isinstance(handler, Handler):
-        return {"entry": handler.entry, "files": dict(sorted(handler.files.items()))}
-    return {"entry": handler, "files": {}}
+    return {"entry": handler.entry, "files": dict(sorted(handler.files.items()))}
 
 
 def _values(model: OmniModel) -> dict[str, Any]:
