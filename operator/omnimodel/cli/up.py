@@ -119,14 +119,14 @@ async def serve(options: Options) -> None:
     """
     from omnimodel.controllers.local_state import StateLock
 
-    stops = _stop_requests()
+    stops = Stops()
     with StateLock(options.state_dir) as lock, _listening(options.host, options.port) as listener:
         _log_to(options.state_dir / "logs", debug=options.debug)
         _raise_open_files()
         await _serve_locked(options, lock, listener, stops)
 
 
-async def _serve_locked(options: Options, lock: StateLock, listener: socket.socket, stops: asyncio.Queue[int]) -> None:
+async def _serve_locked(options: Options, lock: StateLock, listener: socket.socket, stops: Stops) -> None:
     from aiohttp import web
 
     from omnimodel.agent.agent import Agent
@@ -139,7 +139,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     agent = Agent(options.state_dir)
     runner: web.AppRunner | None = None
     work: set[asyncio.Task[object]] = set()
-    stopping = asyncio.create_task(stops.get())
+    stopping = asyncio.create_task(stops.next())
     try:
         await agent.start()
         identities = IdentityFile(options.state_dir / OBJECTS_FILE)
@@ -170,55 +170,67 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
             await runner.cleanup()
 
 
-async def shut_down(agent: Agent, stops: asyncio.Queue[int], drain_seconds: float) -> None:
-    """Stop the agent in stages; each further request to stop begins the next one."""
+async def shut_down(agent: Agent, stops: Stops, drain_seconds: float) -> None:
+    """Stop the agent in stages; each further request to stop begins the next one.
+
+    Raises:
+        OmniError: processes outlived even that they were killed.
+    """
+    work: set[asyncio.Task[None]] = set()
     for seconds, text in (
         (drain_seconds, "stopping: requests in flight may finish (Ctrl-C again to hurry)"),
         (min(drain_seconds, FASTER_SECONDS), "hurrying (Ctrl-C again to kill)"),
         (0.0, "killing"),
     ):
-        print(text, file=sys.stderr)
-        stop = asyncio.create_task(_stop_with_progress(agent, seconds))
-        hurry = asyncio.create_task(stops.get())
-        await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED, timeout=seconds + KILLED_SECONDS)
+        print(text, file=sys.stderr, flush=True)
+        work.add(asyncio.create_task(agent.stop(seconds)))
+        hurry = asyncio.create_task(stops.next())
+        telling = asyncio.create_task(_tell_progress(agent))
+        limit_seconds = seconds + KILLED_SECONDS
+        done, _ = await asyncio.wait({*work, hurry}, return_when=asyncio.FIRST_COMPLETED, timeout=limit_seconds)
         hurry.cancel()
-        if stop.done():
-            stop.result()
-            print("stopped", file=sys.stderr)
+        telling.cancel()
+        ended = done & work
+        if ended:
+            await asyncio.gather(*work)
+            print("stopped", file=sys.stderr, flush=True)
             return
-        stop.cancel()
-        with suppress(asyncio.CancelledError):
-            await stop
     raise OmniError(
         "agent", "processes of models did not end when they were killed", "the next start cleans up what is left"
     )
 
 
-async def _stop_with_progress(agent: Agent, drain_seconds: float) -> None:
-    """Stop, and say which requests are waited for when their number changes."""
-    stop = asyncio.create_task(agent.stop(drain_seconds))
-    told = -1
-    try:
-        while not stop.done():
-            busy = {f"{m.namespace}/{m.name}": m.in_flight for m in agent.report().models if m.in_flight}
-            if sum(busy.values()) != told and busy:
-                told = sum(busy.values())
-                print(f"waiting for {told} requests: {', '.join(busy)}", file=sys.stderr)
-            await asyncio.wait({stop}, timeout=0.5)
-        stop.result()
-    finally:
-        if not stop.done():
-            stop.cancel()
-            await asyncio.gather(stop, return_exceptions=True)
+async def _tell_progress(agent: Agent) -> None:
+    """Say which requests are waited for, when their number changes."""
+    told = 0
+    while True:
+        busy = {f"{m.namespace}/{m.name}": m.in_flight for m in agent.report().models if m.in_flight}
+        if busy and sum(busy.values()) != told:
+            told = sum(busy.values())
+            print(f"waiting for {told} requests: {', '.join(busy)}", file=sys.stderr, flush=True)
+        await asyncio.sleep(0.5)
 
 
-def _stop_requests() -> asyncio.Queue[int]:
-    """Signals that ask to stop, in the order in which they came."""
-    stops: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stops.put_nowait, int(number))
-    return stops
+class Stops:
+    """Requests to stop (SIGINT, SIGTERM, SIGHUP), in the order in which they came.
+
+    The handlers stay for the rest of the process, so that one more Ctrl-C in its last moments does not break it off.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[int] = asyncio.Queue()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        del frame
+        with suppress(RuntimeError):  # the loop is closed: everything has been stopped
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, number)
+
+    async def next(self) -> int:
+        """Wait for the next one; its signal."""
+        return await self._queue.get()
 
 
 def _listening(host: str, port: int) -> socket.socket:
