@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
+import random
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -311,6 +314,7 @@ class FileServer:
         self.ignore_ranges = False
         self.wrong_range = False
         self.status = 200
+        self.pause_seconds = 0.0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         asked = request.headers.get("Range")
@@ -327,7 +331,10 @@ class FileServer:
         response.content_length = len(self.content) - begin
         await response.prepare(request)
         end = begin + self.break_at.pop(0) if self.break_at else len(self.content)
-        await response.write(self.content[begin:end])
+        for start in range(begin, end, 8192):
+            await response.write(self.content[start : min(start + 8192, end)])
+            if self.pause_seconds:
+                await asyncio.sleep(self.pause_seconds)
         if end < len(self.content):
             request.transport.close()
         return response
@@ -409,6 +416,41 @@ async def test_a_server_without_ranges_sends_it_all_again(sources, server):
 async def test_a_server_that_sends_another_range_is_not_believed(sources, server):
     server.break_at, server.wrong_range = [300_000], True
     assert (await sources.fetch(SUBJECT, url(server))).read_bytes() == CONTENT
+
+
+FETCHER = """
+import asyncio, json, sys
+from pathlib import Path
+from omnimodel.agent.sources import Sources
+print(asyncio.run(Sources(Path(sys.argv[1])).fetch("OmniModel default/tiny", json.loads(sys.argv[2]))))
+"""
+
+
+@pytest.mark.slow
+async def test_an_agent_killed_at_random_bytes_twenty_times_gets_the_whole_file_in_the_end(tmp_path, server):
+    """Field case LLMKube#1428: the part file of a killed download was taken for the whole."""
+    chance = random.Random(11)
+    root = tmp_path / "sources"
+    server.pause_seconds = 0.002
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "operator")}
+    command = [sys.executable, "-c", FETCHER, str(root), json.dumps(url(server))]
+
+    def part_bytes() -> int:
+        return sum(part.stat().st_size for part in root.glob("downloads/*/part"))
+
+    for _ in range(20):
+        goal_bytes = part_bytes() + chance.randrange(1, 40_000)
+        child = await asyncio.create_subprocess_exec(*command, env=environment, stdout=subprocess.DEVNULL)
+        await until(
+            lambda goal_bytes=goal_bytes, child=child: part_bytes() >= goal_bytes or child.returncode is not None
+        )
+        child.kill()
+        await child.wait()
+        assert not (root / "fetched").exists()
+    server.pause_seconds = 0.0
+    found = await Sources(root).fetch(SUBJECT, url(server))
+    assert found.read_bytes() == CONTENT
+    assert server.ranges[-1] is not None  # it went on, it did not begin again
 
 
 async def test_another_hash_of_a_url_names_both(sources, server):

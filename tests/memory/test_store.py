@@ -116,6 +116,17 @@ def test_verification_in_the_background_can_be_stopped(tmp_path):
     verify(ref, stop=stop)
 
 
+def test_an_audit_throws_away_what_rotted_on_the_disk(tmp_path):
+    store = Store(tmp_path)
+    good, bad = publish(store, "good", fill=1), publish(store, "bad", fill=2)
+    assert store.audit() == []
+    flip(bad.image, 77)
+    (error,) = store.audit()
+    assert bad.digest in error.subject
+    assert store.lookup("bad") is None
+    assert store.lookup("good") == good
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -221,6 +221,27 @@ class Store:
             return
         shutil.rmtree(grave, ignore_errors=True)
 
+    def audit(self, *, stop: threading.Event | None = None) -> list[ImageError]:
+        """Verify every image, and throw away those that differ from their digests; meant for the background.
+
+        Args:
+            stop: end early when it is set.
+
+        Returns:
+            What was wrong, an error for each image thrown away; `subject` is in its folder.
+        """
+        found = []
+        for ref in self.images():
+            try:
+                verify(ref, stop=stop)
+            except ImageError as error:
+                found.append(error)
+                self.discard(ref.digest)
+                log.warning("image_discarded digest=%s reason=%s", ref.digest, error)
+            if stop and stop.is_set():
+                break
+        return found
+
     def forget(self, key: str) -> None:
         """Let a key lead nowhere; its image goes at the next `collect`."""
         self._key_file(key).unlink(missing_ok=True)
@@ -254,7 +275,10 @@ class Store:
         """Remove staging folders whose publisher does not live any more, and parts of files."""
         with self._locked(fcntl.LOCK_EX):
             for lock_file in self._stagings.glob("*.lock"):
-                descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+                except FileNotFoundError:  # its publisher has just ended
+                    continue
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
