@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from omnimodel.cli import COMMANDS
+from omnimodel.cli import COMMANDS, omni
 from omnimodel.cli.exits import ExitCode
 from omnimodel.errors import Reason
 
@@ -45,3 +46,17 @@ def test_no_registry_address_in_what_is_shipped() -> None:
     for path in ("README.md", "Makefile", ".ci/run", ".ci/setup", "requirements.txt", "pyproject.toml"):
         text = (ROOT / path).read_text("utf-8")
         assert not [name for name in registries if name in text], path
+
+
+def yaml_blocks() -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_manifests_of_the_readme_are_valid(tmp_path: Path) -> None:
+    whole, runtime = yaml_blocks()
+    (tmp_path / "whole.yaml").write_text(whole)
+    head = whole.split("spec:")[0].replace("minilm", "linear")
+    (tmp_path / "handler.yaml").write_text(f"{head}spec:\n  source: {{path: /srv/linear}}\n{runtime}")
+    done = CliRunner().invoke(omni, ["validate", str(tmp_path)])
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "2 models" in done.stderr
