@@ -297,8 +297,11 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "handler elsewhere",
-        {"runtime": {"engine": "transformers", "task": "text-generation", "handler": "a:B"}},
-        ["runtime.handler: 'a:B': handler is for engine python only; remove it, or write engine: python"],
+        {"runtime": {"engine": "transformers", "task": "text-generation", "handler": {"entry": "a:B"}}},
+        [
+            "runtime.handler: handler is for engine python only; remove it, or write engine: python",
+            "runtime.handler: the module of the handler comes from nowhere; add files with its code, or the folder of the mount that has it to environment.path",
+        ],
     ),
     (
         "task missing",
@@ -313,16 +316,23 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["runtime.args: args are for foreign engines only; write what the engine shall know in options"],
     ),
     (
-        "handler from nowhere",
+        "handler text",
         {"runtime__handler": "a:B"},
+        ["runtime.handler: 'a:B': is not a mapping; write handler: {entry: a:B}"],
+    ),
+    (
+        "handler from nowhere",
+        {"runtime__handler": {"entry": "a:B"}},
         [
-            "runtime.handler: 'a:B': module a comes from nowhere; write handler: {entry: a:B, files: {a.py: CODE}}, or the mount that has it in spec.runtime.environment.path"
+            "runtime.handler: the module of the handler comes from nowhere; add files with its code, or the folder of the mount that has it to environment.path"
         ],
     ),
     (
         "handler no file",
         {"runtime__handler": {"entry": "other:H", "files": {"handler.py": ""}}},
-        ["runtime.handler.entry: 'other:H': has no file other.py in files; write handler:CLASS"],
+        [
+            "runtime.handler.entry: 'other:H': names a module that is not in files; name the file after the module, such as handler.py for handler:Handler"
+        ],
     ),
     (
         "handler syntax",
@@ -336,8 +346,8 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "handler py",
-        {"runtime__handler": "handler.py:Handler"},
-        ["runtime.handler: 'handler.py:Handler': names a file, not a module; write handler:Handler"],
+        {"runtime__handler": {"entry": "handler.py:Handler"}},
+        ["runtime.handler.entry: 'handler.py:Handler': names a file, not a module; write handler:Handler"],
     ),
     (
         "file folders",

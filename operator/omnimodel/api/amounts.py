@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from omnimodel.api.fields import Checked, cel, refusal, text_schema
+from omnimodel.api.fields import Checked, cel, refusal
 from omnimodel.quantity import (
     AUTO,
     BYTES_PATTERN,
@@ -123,35 +123,56 @@ PoolQuantity = Annotated[
         ),
     ),
 ]
-_DURATION_CEL = f"self.matches('{DURATION_PATTERN}')".replace("\\", "\\\\")
 _DURATION_CURE = "write one such as 30s, 5m or 1h30m"
+_WITHOUT_UNIT = {
+    "rule": "type(self) != int",
+    "message": "has no unit, and is not a duration; write 300s for seconds",
+    "messageExpression": "'has no unit, and is not a duration; write %ds for seconds'.format([int(self)])",
+}
+_ZERO = "string(self).matches('^([0.]+(ms|s|m|h))+$')"
 
 
-_DURATION_SCHEMA = text_schema(
-    32, **{"x-kubernetes-validations": [cel(_DURATION_CEL, "is not a duration", _DURATION_CURE)]}
-)
-Duration = Annotated[str, Checked(_duration, _DURATION_SCHEMA)]
-DurationOrZero = Annotated[str, Checked(_duration_or_zero, _DURATION_SCHEMA)]
+_NO_LIFETIME = {
+    **_WITHOUT_UNIT,
+    "messageExpression": "int(self) > 0 ? "
+    + _WITHOUT_UNIT["messageExpression"]
+    + " : '%ds is not a lifetime; did you mean "
+    "never? Else write a duration such as 5m'.format([int(self)])",
+}
+
+
+def _time(*rules: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a time: an integer is no time, but its refusal shall be our sentence."""
+    return {"x-kubernetes-int-or-string": True, "maxLength": 32, "x-kubernetes-validations": list(rules)}
+
+
+_IS_DURATION = f"type(self) == int || string(self).matches('{DURATION_PATTERN}')".replace("\\", "\\\\")
+Duration = Annotated[
+    str,
+    Checked(
+        _duration,
+        _time(
+            _WITHOUT_UNIT,
+            cel(_IS_DURATION, "is not a duration", _DURATION_CURE),
+            cel(f"!{_ZERO}", "is no time at all", "write a duration such as 30s, or leave the field out"),
+        ),
+    ),
+]
+DurationOrZero = Annotated[
+    str, Checked(_duration_or_zero, _time(_WITHOUT_UNIT, cel(_IS_DURATION, "is not a duration", _DURATION_CURE)))
+]
 Lifetime = Annotated[
     str,
     Checked(
         _lifetime,
-        text_schema(
-            32,
-            **{
-                "x-kubernetes-validations": [
-                    cel(
-                        f"self == '{NEVER}' || {_DURATION_CEL}",
-                        "is not a duration, nor never",
-                        f"{_DURATION_CURE}, or never",
-                    ),
-                    cel(
-                        "!self.matches('^([0.]+(ms|s|m|h))+$')",
-                        "is not a lifetime",
-                        "did you mean never? Else write a duration such as 5m",
-                    ),
-                ]
-            },
+        _time(
+            _NO_LIFETIME,
+            cel(
+                f"string(self) == '{NEVER}' || {_IS_DURATION}",
+                "is not a duration, nor never",
+                f"{_DURATION_CURE}, or never",
+            ),
+            cel(f"!{_ZERO}", "is not a lifetime", "did you mean never? Else write a duration such as 5m"),
         ),
     ),
 ]
@@ -159,6 +180,13 @@ Lifetime = Annotated[
 Cpu = Annotated[
     int | float | str,
     Checked(
-        _cpu, {"x-kubernetes-preserve-unknown-fields": True, "maxLength": 32, "pattern": CPU_PATTERN, "minimum": 0.001}
+        _cpu,
+        {
+            "x-kubernetes-preserve-unknown-fields": True,
+            "maxLength": 32,
+            "pattern": CPU_PATTERN,
+            "minimum": 0,
+            "exclusiveMinimum": True,
+        },
     ),
 ]

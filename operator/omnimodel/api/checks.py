@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from omnimodel.api.meta import Violation
 from omnimodel.api.model import OmniModel
-from omnimodel.api.mounts import SYSTEM_PATHS
 from omnimodel.api.owned import violations as owned_violations
 from omnimodel.api.pool import OmniPool
 from omnimodel.api.tree import Path
@@ -64,23 +63,11 @@ def _mount_violations(model: OmniModel) -> Iterator[Violation]:
 
 
 def _handler_violations(model: OmniModel) -> Iterator[Violation]:
-    runtime = model.spec.runtime
-    handler = runtime.handler
-    if handler is None or runtime.engine != "python":
+    handler = model.spec.runtime.handler
+    if handler is None:
         return
-    entry, files = handler.entry, handler.files
-    module = entry.partition(":")[0]
     path: Path = ("spec", "runtime", "handler")
-    if files and f"{module}.py" not in files:
-        yield Violation((*path, "entry"), f"has no file {module}.py in files", f"write {_stem(files)}:CLASS", entry)
-    if not files and not runtime.environment.path and not runtime.environment.requirements:
-        yield Violation(
-            path,
-            f"module {module} comes from nowhere",
-            f"write handler: {{entry: {entry}, files: {{{module}.py: CODE}}}}, or the mount that has it in "
-            "spec.runtime.environment.path",
-        )
-    for name, code in files.items():
+    for name, code in handler.files.items():
         if name.endswith(".py"):
             try:
                 ast.parse(code, name)
@@ -92,10 +79,6 @@ def _handler_violations(model: OmniModel) -> Iterator[Violation]:
                 )
 
 
-def _stem(files: Mapping[str, str]) -> str:
-    return next(iter(files)).removesuffix(".py")
-
-
 def pool_violations(pool: OmniPool) -> Iterator[Violation]:
     """What a pool says that its fields one by one cannot show to be wrong."""
     seen: set[str] = set()
@@ -105,10 +88,3 @@ def pool_violations(pool: OmniPool) -> Iterator[Violation]:
                 ("spec", "volumes", index, "name"), "is there twice", "give each volume a name of its own", volume.name
             )
         seen.add(volume.name)
-        if volume.path is not None and _clean(volume.path) in ("/", *SYSTEM_PATHS):
-            yield Violation(
-                ("spec", "volumes", index, "path"),
-                "is a folder of the system",
-                "write one such as /srv/models",
-                volume.path,
-            )

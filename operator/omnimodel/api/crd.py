@@ -19,8 +19,10 @@ from pydantic.fields import FieldInfo
 from omnimodel.api.fields import LABEL_PATTERN, Checked, cel
 from omnimodel.api.meta import GROUP, VERSION, Part, Resource
 from omnimodel.api.model import OmniModel
+from omnimodel.api.owned import argument_rules
 from omnimodel.api.pool import OmniPool
 from omnimodel.api.process import OmniProcess
+from omnimodel.api.runtime import Runtime
 from omnimodel.api.tree import fields
 
 SIZE_LIMIT_BYTES = 262_144  # of an annotation, which is where `kubectl apply` keeps a whole object
@@ -228,7 +230,7 @@ def _object(part: type[Part]) -> dict[str, Any]:
         schema["required"] = required
     rules = [
         {**cel(rule.cel, rule.problem, rule.cure), **({"fieldPath": f".{rule.field}"} if rule.field else {})}
-        for rule in part.rules
+        for rule in (*part.rules, *(argument_rules() if part is Runtime else ()))
         if rule.cel
     ]
     if rules:

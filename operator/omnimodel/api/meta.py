@@ -22,13 +22,13 @@ class Rule:
 
     Args:
         cel: the rule over `self`; empty when CEL cannot say it.
-        holds: the same over the parsed part.
+        holds: the same over the parsed part; None where `checks` says it offline with more of an eye for the place.
         problem, cure: the sentence, the same in both places.
         field: the field that the refusal points at, relative to the part, in dots.
     """
 
     cel: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] | None
     problem: str
     cure: str
     field: str = ""
@@ -66,7 +66,7 @@ class Part(BaseModel):
     def violations(self, path: tuple[str | int, ...] = ()) -> Iterator[Violation]:
         """The broken rules of this part and of all parts in it."""
         for rule in type(self).rules:
-            if not rule.holds(self):
+            if rule.holds is not None and not rule.holds(self):
                 names = tuple(rule.field.split(".")) if rule.field else ()
                 yield Violation((*path, *names), rule.problem, rule.cure)
         for name, info in type(self).model_fields.items():

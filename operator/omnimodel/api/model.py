@@ -258,6 +258,15 @@ class ModelSpec(Part):
             "write devices: 1, or engine: vllm",
             "resources.devices",
         ),
+        Rule(
+            "!has(self.runtime.environment) || !has(self.runtime.environment.path) || "
+            "self.runtime.environment.path.all(path, has(self.mounts) && self.mounts.exists(mount, "
+            "path == mount.path || path.startsWith(mount.path + '/')))",
+            None,
+            "is in no mount",
+            "write a path under one of spec.mounts",
+            "runtime.environment.path",
+        ),
     )
 
 

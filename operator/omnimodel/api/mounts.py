@@ -90,7 +90,7 @@ def _mount_path(value: Any) -> str:
     return path
 
 
-_SYSTEM_CEL = "|".join(path[1:] for path in SYSTEM_PATHS)
+SYSTEM_PATTERN = "|".join(path[1:] for path in SYSTEM_PATHS)
 MountPath = Annotated[
     str,
     Checked(
@@ -100,7 +100,7 @@ MountPath = Annotated[
             "x-kubernetes-validations": [
                 *ABSOLUTE_PATH.schema["x-kubernetes-validations"],
                 cel(
-                    f"!self.matches('^/+([.]?/+)*(({_SYSTEM_CEL})(/|$)|$)')",
+                    f"!self.matches('^/+([.]?/+)*(({SYSTEM_PATTERN})(/|$)|$)')",
                     "would hide a folder of the system",
                     "write a path of its own, such as /models or /code",
                 ),

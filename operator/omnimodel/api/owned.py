@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from omnimodel.api.meta import Violation
+from omnimodel.api.meta import Rule, Violation
 from omnimodel.api.runtime import Runtime
 
 PATH = ("spec", "runtime")
@@ -112,6 +112,30 @@ _SECRET_VALUE = re.compile(
 )
 _HARMLESS = {"", "none", "dummy", "empty", "null", "unused", "no-key", "not-needed", "a"}
 _REFERENCE = "write {name}: {{secretKeyRef: {{name: NAME, key: KEY}}}}"
+
+
+def argument_rules() -> tuple[Rule, ...]:
+    """What the API server can say of arguments: long options, in every spelling, a rule for each cure."""
+    groups: dict[str, list[str]] = {}
+    for name, cure in ARGUMENTS.items():
+        groups.setdefault(cure, []).append(name)
+    rules = []
+    for cure, names in groups.items():
+        own = [name for name in names if name in _IN_COMMAND]
+        rules.append(_argument_rule("self.engine == 'command' || ", "args", names, cure))
+        if own:
+            rules.append(_argument_rule("self.engine != 'command' || ", "args", own, cure))
+            # `--device cpu` is for a program to know.
+            rules.append(_argument_rule("", "command", [name for name in own if name != "device"], cure))
+    return tuple(rules)
+
+
+def _argument_rule(engines: str, field: str, names: Sequence[str], cure: str) -> Rule:
+    option = f"(^|[ ])--?({'|'.join(names)})([= ]|$)"
+    test = f"!line.lowerAscii().replace('_', '-').matches('{option}')"
+    listed = ", ".join(f"--{name}" for name in names)
+    problem = f"{listed} belong{'s' if len(names) == 1 else ''} to the system"
+    return Rule(f"{engines}!has(self.{field}) || self.{field}.all(line, {test})", None, problem, cure, field)
 
 
 def violations(runtime: Runtime) -> Iterator[Violation]:

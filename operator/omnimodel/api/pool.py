@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import posixpath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from omnimodel.api.amounts import Cpu, PoolQuantity, Quantity
-from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, whole
+from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, refusal, whole
 from omnimodel.api.meta import LabelMap, Part, Resource, Rule
+from omnimodel.api.mounts import SYSTEM_PATHS, SYSTEM_PATTERN
 from omnimodel.api.references import ObjectName
 from omnimodel.api.source import Url
 from omnimodel.api.status import PoolStatus
@@ -67,6 +69,10 @@ class ClaimVolume(Part):
     claim_name: ObjectName = Field(description="Name of the claim.", examples=["models"])
 
 
+def _is_own_folder(path: str | None) -> bool:
+    return path is None or posixpath.normpath(f"/{path.lstrip('/')}") not in {"/", *SYSTEM_PATHS}
+
+
 class Volume(Part):
     """A volume that models may use in source and mounts."""
 
@@ -83,6 +89,15 @@ class Volume(Part):
             "needs exactly one of path and persistentVolumeClaim",
             "write path: /srv/models, or persistentVolumeClaim: {claimName: models}",
         ),
+        Rule(
+            f"!has(self.path) || !self.path.matches('^/+([.]?/+)*({SYSTEM_PATTERN})?/*$')",
+            lambda self: (
+                self.path is None or posixpath.normpath(f"/{self.path.lstrip('/')}") not in ("/", *SYSTEM_PATHS)
+            ),
+            "is a folder of the system",
+            "write one such as /srv/models",
+            "path",
+        ),
     )
 
 
@@ -97,8 +112,6 @@ _PRESERVED = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
 def _toleration(value: Any) -> dict[str, Any]:
-    from omnimodel.api.fields import refusal
-
     known = {"key", "operator", "value", "effect", "tolerationSeconds"}
     if not isinstance(value, dict) or not set(value) <= known:
         raise refusal("is no toleration", "write one such as {key: nvidia.com/gpu, operator: Exists}")

@@ -46,7 +46,17 @@ def _entry(value: Any) -> str:
     return entry
 
 
-Entry = Annotated[str, Checked(_entry, _ENTRY_TEXT.schema)]
+_NO_FILE = cel("!self.contains('.py:')", "names a file, not a module", "write MODULE:CLASS, such as handler:Handler")
+Entry = Annotated[
+    str,
+    Checked(
+        _entry,
+        {
+            **_ENTRY_TEXT.schema,
+            "x-kubernetes-validations": [*_ENTRY_TEXT.schema["x-kubernetes-validations"], _NO_FILE],
+        },
+    ),
+]
 FileName = Annotated[
     str,
     text(
@@ -78,6 +88,27 @@ class Handler(Part):
         description="Files of Python code, name to text.",
         examples=[{"handler.py": "from omnimodel.runtime.sdk import Model\n..."}],
     )
+    rules = (
+        Rule(
+            "!has(self.files) || self.files.all(name, name.matches('^[A-Za-z0-9_][A-Za-z0-9._-]*$'))",
+            None,
+            "is no plain file name",
+            "write one such as handler.py, without folders",
+            "files",
+        ),
+        Rule(
+            "!has(self.files) || self.files.size() == 0 || (self.entry.split(':')[0] + '.py') in self.files",
+            lambda self: not self.files or f"{self.entry.partition(':')[0]}.py" in self.files,
+            "names a module that is not in files",
+            "name the file after the module, such as handler.py for handler:Handler",
+            "entry",
+        ),
+    )
+
+    @property
+    def module(self) -> str:
+        """The module of the class."""
+        return self.entry.partition(":")[0]
 
 
 def _requirement(value: Any) -> str:
@@ -242,6 +273,19 @@ class Runtime(Part):
             lambda self: self.engine == "python" or self.handler is None,
             "handler is for engine python only",
             "remove it, or write engine: python",
+            "handler",
+        ),
+        Rule(
+            "self.engine != 'python' || !has(self.handler) || "
+            "(has(self.handler.files) && self.handler.files.size() > 0) || (has(self.environment) && "
+            "((has(self.environment.path) && self.environment.path.size() > 0) || "
+            "(has(self.environment.requirements) && self.environment.requirements.size() > 0)))",
+            lambda self: (
+                self.handler is None
+                or bool(self.handler.files or self.environment.path or self.environment.requirements)
+            ),
+            "the module of the handler comes from nowhere",
+            "add files with its code, or the folder of the mount that has it to environment.path",
             "handler",
         ),
         Rule(
