@@ -1,4 +1,4 @@
-"""`omni bench spawn`: from the fork request to a sandboxed process that is bound and ready, against a fresh interpreter."""
+"""`omni bench spawn`: from the fork request to a bound process in its sandbox, against a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def command(rounds: int, fresh: int, catalog: Path, json_path: Path | None, stat
     """Measure how fast processes are made, and what an idle one holds."""
     report = Report("spawn")
     with StateLock(state_dir):
-        asyncio.run(_measure(report, catalog, state_dir, rounds, fresh))
+        asyncio.run(_measure(report, catalog, state_dir.resolve(), rounds, fresh))
     report.finish(json_path)
 
 
 async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, fresh: int) -> None:
-    layout = Layout(state_dir.resolve())
+    layout = Layout(state_dir)
     layout.make()
     spawner = await Spawner.open(layout.root)
     try:
@@ -78,7 +78,6 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
         zygote = await spawner.zygotes.start()
         report.add("start of the zygote, once", time.perf_counter() - began, "s", note="imports torch and transformers")
         report.add("private memory of the zygote, once", zygote.private_bytes / (1 << 20), "MiB")
-        report.add("isolation reached", 0.0, note=str(spawner.reached.level))
         subjects = await _prepared(report, catalog, layout, spawner)
         forks: list[float] = []
         idle: list[float] = []
@@ -95,13 +94,19 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
             report.add(f"fork to ready {subject.name}", median(seconds) * 1000, "ms")
             report.add(f"idle private memory {subject.name}", private_bytes / (1 << 20), "MiB")
         report.add("idle private memory, median", median(idle) / (1 << 20), "MiB", goal=30.0)
-        fresh_seconds = []
+        fresh_seconds: list[float] = []
         for subject in [subject for subject in subjects if subject.name in by_model][:fresh]:
-            seconds = await _fresh(subject)
-            fresh_seconds.append(seconds)
-            report.add(f"fresh interpreter {subject.name}", seconds, "s", note="the same commands, no sandbox")
+            fresh_seconds.append(await _fresh(subject))
+            report.add(
+                f"fresh interpreter {subject.name}", fresh_seconds[-1], "s", note="the same commands, no sandbox"
+            )
         ratio = median(fresh_seconds) / median(forks) if forks else 0.0
-        report.add("fork to ready, median", median(forks) * 1000, "ms", note=f"{len(forks)} spawns")
+        report.add(
+            "fork to ready, median",
+            median(forks) * 1000,
+            "ms",
+            note=f"{len(forks)} spawns, isolation {spawner.reached.level}",
+        )
         report.add("times faster than a fresh interpreter", ratio, goal=50.0, at_least=True)
     finally:
         await spawner.close()
@@ -119,12 +124,17 @@ async def _prepared(report: Report, catalog: Path, layout: Layout, spawner: Spaw
             continue
         click.echo(f"preparing {process.key}", err=True)
         try:
-            prepared = await preparation.prepare(f"OmniModel {process.key}", spec, lambda phase, progress: None)
+            prepared = await preparation.prepare(f"OmniModel {process.key}", spec, _unheard)
         except OmniError as error:
             report.failures.append(str(error))
             continue
         subjects.append(Subject(spec["model"]["name"], spec, prepared))
     return subjects
+
+
+def _unheard(phase: str, progress: float) -> None:
+    """Progress that nobody is shown."""
+    del phase, progress
 
 
 async def _spawns(subject: Subject, layout: Layout, spawner: Spawner, rounds: int) -> tuple[list[float], float]:
