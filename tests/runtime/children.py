@@ -16,7 +16,7 @@ import aiohttp
 from omnimodel.memory.devices.host import HostDevice
 from omnimodel.memory.image import read_index
 from omnimodel.protocol.channel import AsyncChannel, Channel, ChannelClosed, socket_pair
-from omnimodel.protocol.process import Envelope, Evict, Progress, Publish, Start, Stop, Wake, decode
+from omnimodel.protocol.process import Envelope, Evict, Ping, Progress, Publish, Start, Stop, Wake, decode
 
 FRAME_BYTES = 16 << 20
 DEADLINE_SECONDS = 120
@@ -141,6 +141,12 @@ class Child:
                 if line.startswith(b"data: "):
                     yield line[6:].strip().decode()
 
+    async def busy(self) -> bool:
+        return (await self.command(Ping())).values["inFlight"] > 0
+
+    async def idle(self) -> bool:
+        return not await self.busy()
+
     def alive(self) -> bool:
         return not select.select([self.pidfd], [], [], 0)[0]
 
@@ -229,3 +235,16 @@ def spec(name="tiny", *, engine="python", task="infer", **more):
 
 def handler(text: str, entry="handler:Handler"):
     return {"entry": entry, "files": {"handler.py": text}}
+
+
+async def until(condition, seconds=60):
+    """Wait until a condition (a function, or a coroutine function) is true."""
+    async with asyncio.timeout(seconds):
+        while not (await found if asyncio.iscoroutine(found := condition()) else found):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def collect(events, into):
+    """Put everything that comes into a list."""
+    async for event in events:
+        into.append(json.loads(event) if event.startswith("{") else event)

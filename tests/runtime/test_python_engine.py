@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from runtime.children import handler, spec
 from safetensors.numpy import save_file
+
+from runtime.children import handler, spec
 
 TINY = """
 from typing import Annotated

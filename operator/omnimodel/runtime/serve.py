@@ -24,6 +24,7 @@ from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.protocol.process import Envelope, Evict, Ping, Progress, Publish, Reply, Start, Stop, Wake, encode
 from omnimodel.runtime import engines
+from omnimodel.runtime.allocator import bound_retention
 from omnimodel.runtime.application import Traffic, application
 from omnimodel.runtime.engines.foreign import ForeignEngine
 from omnimodel.runtime.handlers import detail_of
@@ -49,6 +50,7 @@ def run(channel: Channel, instance: str, descriptors: Mapping[str, int]) -> int:
     Returns:
         The exit status. Threads of the model may still run: end with `os._exit`.
     """
+    bound_retention()
     process = _Process(channel, instance, dict(descriptors))
     return asyncio.run(process.main())
 

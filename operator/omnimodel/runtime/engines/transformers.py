@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +46,15 @@ class Pretrained(Model):
         """Load the checkpoint the library's way, and keep its configuration and tokenizer."""
         import transformers
 
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        transformers.utils.logging.disable_progress_bar()
         folder, gguf = _checkpoint(source)
-        from_file = {"gguf_file": gguf} if gguf else {}
+        from_file: dict[str, str] = {"gguf_file": gguf} if gguf else {}
+        # An image holds dense tensors: blocks of a GGUF file are unpacked here, once.
+        dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if gguf else {}
         subject = f"source {source.path.name}"
         try:
             module, info = getattr(transformers, self.auto).from_pretrained(
-                folder, dtype=self.dtype, local_files_only=True, output_loading_info=True, **from_file
+                folder, dtype=self.dtype, local_files_only=True, output_loading_info=True, **from_file, **dense
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             text = " ".join(str(error).split())[:600]
@@ -64,6 +65,10 @@ class Pretrained(Model):
             raise ImageError(subject, f"it has no values for {_some(missing)}", "use a checkpoint made for this task")
         if info["unexpected_keys"]:
             log.warning("tensors left out names=%s", _some(list(info["unexpected_keys"])))
+        if gguf:
+            del module.config.quantization_config
+        elif getattr(module.config, "quantization_config", None) is not None:
+            raise ImageError(subject, "its weights are quantized", "use a checkpoint with full weights, or a GGUF file")
         module.config.save_pretrained(self.assets)
         if getattr(module, "generation_config", None) is not None and module.can_generate():
             module.generation_config.save_pretrained(self.assets)

@@ -109,7 +109,9 @@ def chosen(scores: torch.Tensor, sampling: Sampling, generated: Sequence[int]) -
     if sampling.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
-        probabilities[tokens[before >= sampling.top_p]] = 0
+        rest = before >= sampling.top_p
+        rest[0] = False  # the most likely token stays, whatever top_p is
+        probabilities[tokens[rest]] = 0
     source = torch.Generator().manual_seed((sampling.seed * _ODD + len(generated)) % (1 << 63))
     noise = torch.empty_like(probabilities).exponential_(generator=source)
     return probabilities / noise
