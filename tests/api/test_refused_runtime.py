@@ -298,10 +298,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "handler elsewhere",
         {"runtime": {"engine": "transformers", "task": "text-generation", "handler": {"entry": "a:B"}}},
-        [
-            "runtime.handler: handler is for engine python only; remove it, or write engine: python",
-            "runtime.handler: the module of the handler comes from nowhere; add files with its code, or the folder of the mount that has it to environment.path",
-        ],
+        ["runtime.handler: handler is for engine python only; remove it, or write engine: python"],
     ),
     (
         "task missing",

@@ -281,7 +281,8 @@ class Runtime(Part):
             "((has(self.environment.path) && self.environment.path.size() > 0) || "
             "(has(self.environment.requirements) && self.environment.requirements.size() > 0)))",
             lambda self: (
-                self.handler is None
+                self.engine != "python"
+                or self.handler is None
                 or bool(self.handler.files or self.environment.path or self.environment.requirements)
             ),
             "the module of the handler comes from nowhere",

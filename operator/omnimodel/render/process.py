@@ -41,7 +41,6 @@ _NOT_THE_PROCESS = (
     "probe",
     "deviceMemoryBytes",
     "suspend",
-    "isolationLevel",
 )
 # Limits that the agent and its ingress keep, not the process.
 _LIMITS_OF_AGENT = ("queue", "deadlineSeconds", "loadDeadlineSeconds", "drainSeconds")

@@ -141,9 +141,12 @@ def fill_secrets(spec: dict[str, Any], secrets: Mapping[str, Content]) -> dict[s
     subject = f"OmniModel {spec['model']['namespace']}/{spec['model']['name']}"
     env = dict(spec["env"])
     for variable, reference in spec["secretEnv"].items():
-        raw = secrets.get(reference["name"], {}).get(reference["key"])
+        content, field = secrets.get(reference["name"]), f"spec.runtime.env.{variable}"
+        if content is None:
+            raise _missing(subject, "secrets", reference["name"], "", field)
+        raw = content.get(reference["key"])
         if raw is None:
-            raise _missing(subject, "secrets", reference["name"], reference["key"], f"spec.runtime.env.{variable}")
+            raise _missing(subject, "secrets", reference["name"], reference["key"], field, tuple(content))
         env[variable] = raw.decode(errors="surrogateescape")
     mounts = []
     for mount in spec["mounts"]:
