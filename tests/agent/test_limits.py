@@ -19,7 +19,9 @@ EAT = "import sys; held = bytearray(b'x') * (int(sys.argv[1]) << 20); print('ful
 
 
 def has(controller: str) -> bool:
-    return os.geteuid() == 0 and any(controller in found.controllers for found in Groups.detect("/nowhere").hierarchies)
+    groups = Groups.detect("/nowhere")
+    groups.close()
+    return os.geteuid() == 0 and any(controller in found.controllers for found in groups.hierarchies)
 
 
 needs_memory = [
@@ -196,3 +198,35 @@ def test_what_is_read_of_each_version(tmp_path: Path, version: int, files: dict[
     group = Group("x", (Hierarchy(version, frozenset({"memory"}), tmp_path),))
     assert group.usage_bytes() == 120
     assert group.out_of_memory_kills() == 2
+
+
+@pytest.mark.parametrize(
+    ("folder", "full", "where", "moved"),
+    [
+        pytest.param("", [], "", False, id="nothing in the way"),
+        pytest.param("", [""], "", True, id="a container: its processes move to a leaf"),
+        pytest.param("user/shell", ["user/shell"], "user", False, id="a host: a neighbour of the shell's group"),
+    ],
+)
+def test_where_groups_of_version_2_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, full: list[str], where: str, moved: bool
+) -> None:
+    """The kernel's rule (a group with controllers holds no process), played by files."""
+    own = tmp_path / folder
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "cgroup.procs").write_text("41\n42\n")
+    written: list[tuple[str, str]] = []
+
+    def write(path: Path, text: str) -> None:
+        busy = str(path.parent.relative_to(tmp_path)).removeprefix(".") in full and not any(
+            "leaf" in w for w, _ in written
+        )
+        if path.name == "cgroup.subtree_control" and busy:
+            raise OSError(16, os.strerror(16))
+        written.append(("leaf" if path.parent.name == limits._AGENT_LEAF else path.name, text))
+
+    monkeypatch.setattr(limits, "_write", write)
+    found, enabled = limits._enable(own, ("cpu", "memory", "io", "pids"), tmp_path)
+    assert found == tmp_path / where
+    assert enabled == ("memory", "pids", "cpu")
+    assert [text for name, text in written if name == "leaf"] == (["41", "42"] if moved else [])

@@ -224,6 +224,19 @@ async def test_its_children_go_with_it(tmp_path: Path) -> None:
         assert not [pid for pid in inside if alive(pid)]
 
 
+async def test_a_waiter_that_gives_up_does_not_spoil_the_end(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        process = await many.make()
+        for waited in ("exited", "released"):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await getattr(process, waited)
+        process.kill()
+        assert (await ended(process)).expected
+        await process.released
+        assert many.left() == NOTHING
+
+
 async def test_sigkill_at_random_moments_leaves_nothing(tmp_path: Path) -> None:
     generator = random.Random(7)
     async with children(tmp_path) as many:
@@ -283,6 +296,7 @@ async def test_its_tmp_counts_as_its_memory_and_no_more_than_its_size(tmp_path: 
 async def test_without_a_memory_controller_the_agent_watches_the_limit(tmp_path: Path) -> None:
     async with children(tmp_path) as many:
         groups = many.spawner.groups
+        groups.close()
         groups.hierarchies = tuple(found for found in groups.hierarchies if "memory" not in found.controllers)
         greedy = await many.make(memory_bytes=64 << 20)
         assert greedy.private_bytes() < 64 << 20

@@ -26,11 +26,13 @@ class Machine:
     Args:
         command: run in front of the interpreter.
         filtered: with a system call filter like that of a container runtime, which allows no namespaces.
+        refused: names of system calls that are refused before it forks.
     """
 
     name: str
     command: tuple[str, ...] = ()
     filtered: bool = False
+    refused: tuple[str, ...] = ()
 
 
 ROOT = Machine("root")
@@ -38,6 +40,12 @@ ROOT_WITHOUT_SYS_ADMIN = Machine("root without CAP_SYS_ADMIN", ("setpriv", "--bo
 USER = Machine("ordinary user", ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"))
 CONTAINER_ROOT = Machine("root in a container", ("setpriv", "--no-new-privs"), filtered=True)
 CONTAINER_USER = Machine("user in a container", (*USER.command, "--no-new-privs"), filtered=True)
+# Parts of /proc are covered in containers; the kernel then refuses a fresh one to user namespaces.
+COVERED_PROC = Machine(
+    "user whose proc is covered",
+    ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /proc/cmdline && exec "$0" "$@"', *USER.command),
+)
+NO_PIVOT = Machine("root who may not pivot", refused=("pivot_root",))
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Outcome:
 def attempt(machine: Machine, plan: Any, code: str, **given: Any) -> Outcome:
     """Enter the sandbox of `plan` on `machine` and execute `code` there, with `given` and `answer` as its variables."""
     request = {"plan": plan.to_json(), "code": code, "given": given, "filtered": machine.filtered}
+    request["refused"] = machine.refused
     done = subprocess.run(
         [*machine.command, PYTHON, "-P", __file__],
         input=json.dumps(request).encode(),
@@ -78,6 +87,11 @@ def _main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if request["filtered"]:
         seccomp.install(internet=True)
+    if request["refused"]:
+        whole, namespaces = seccomp.DENIED, seccomp._NEW_NAMESPACES
+        seccomp.DENIED, seccomp._NEW_NAMESPACES = {name: whole[name] for name in request["refused"]}, 0
+        seccomp.install(internet=True)
+        seccomp.DENIED, seccomp._NEW_NAMESPACES = whole, namespaces
     read, write = os.pipe()
     pid = fork_isolated(plan.uid)
     if pid == 0:

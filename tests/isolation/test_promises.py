@@ -15,6 +15,8 @@ import pytest
 from isolation.attempt import (
     CONTAINER_ROOT,
     CONTAINER_USER,
+    COVERED_PROC,
+    NO_PIVOT,
     OPERATOR,
     PYTHON,
     ROOT,
@@ -33,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux"),
 ]
 
-NAMESPACES = [ROOT, ROOT_WITHOUT_SYS_ADMIN, USER]
+NAMESPACES = [ROOT, ROOT_WITHOUT_SYS_ADMIN, USER, COVERED_PROC, NO_PIVOT]
 LANDLOCK = [CONTAINER_ROOT, CONTAINER_USER]
 ALL = [*NAMESPACES, *LANDLOCK]
 UID = 21000
@@ -125,6 +127,8 @@ def done(outcome: Outcome) -> dict:
         pytest.param(ROOT, Level.NAMESPACES, "namespaces", id="root gets namespaces"),
         pytest.param(ROOT_WITHOUT_SYS_ADMIN, Level.NAMESPACES, "namespaces", id="by a user namespace, with two users"),
         pytest.param(USER, Level.NAMESPACES, "namespaces", id="by a user namespace, with one user"),
+        pytest.param(COVERED_PROC, Level.NAMESPACES, "namespaces", id="without a /proc of its own"),
+        pytest.param(NO_PIVOT, Level.NAMESPACES, "namespaces", id="by moving its root where it may not pivot"),
         pytest.param(CONTAINER_ROOT, Level.NAMESPACES, "landlock", id="a container's root falls to Landlock"),
         pytest.param(CONTAINER_USER, Level.NAMESPACES, "landlock", id="a container's user falls to Landlock"),
         pytest.param(ROOT, Level.LANDLOCK, "landlock", id="Landlock when no more is wanted"),
@@ -137,8 +141,15 @@ def test_the_level_is_what_the_machine_allows(host: Host, machine: Machine, want
     assert (outcome.level, outcome.error) == (level, "")
     if level != "namespaces":
         assert any("/tmp" in sentence for sentence in outcome.missing)
-    if machine in {USER, CONTAINER_USER}:
+    if machine in {USER, CONTAINER_USER, COVERED_PROC}:
         assert any("a user of its own" in sentence for sentence in outcome.missing)
+
+
+def test_without_a_proc_of_its_own_that_is_said_and_the_old_one_stays_hidden(host: Host) -> None:
+    outcome = attempt(COVERED_PROC, host.plan(), "answer['x'] = sorted(os.listdir('/proc'))")
+    assert any(sentence.startswith("a /proc of its own") for sentence in outcome.missing)
+    assert {"self", "meminfo", "cpuinfo", "mounts"} <= set(done(outcome)["x"])
+    assert not any(name.isdigit() for name in outcome.answer["x"])
 
 
 def test_root_lacks_nothing(host: Host) -> None:
@@ -275,7 +286,7 @@ def test_files_under_tmp_or_a_closed_home_can_be_shown(host: Host, machine: Mach
     try:
         (home / "venv").mkdir()
         (home / "venv" / "module.py").write_text("answer = 42")
-        if machine is USER:
+        if machine in {USER, COVERED_PROC}:
             os.chown(home, 1000, 1000)
         code = "answer['text'] = open(path).read(); answer['tmp'] = os.listdir('/tmp')"
         plan = host.plan(read_only=(str(home / "venv"),))

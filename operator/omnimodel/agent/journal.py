@@ -122,7 +122,9 @@ def clean_leftovers(state_dir: str | os.PathLike[str]) -> Leftovers:
     journal = Journal(root / "journal")
     entries = journal.entries()
     processes = kill_exactly([(entry.pid, entry.start_ticks) for entry in entries])
-    groups = Groups.detect(root).clean()
+    found = Groups.detect(root)
+    groups = found.clean()
+    found.close()
     run = root / "run"
     paths = {path for entry in entries for path in entry.paths if Path(path).is_relative_to(run)}
     if run.is_dir():

@@ -126,6 +126,17 @@ class Group:
         stat = _fields(folder / "memory.stat")
         return stat.get("anon" if version == 2 else "rss", 0) + stat.get("shmem", 0)
 
+    def peak_bytes(self) -> int | None:
+        """The most that was ever charged to it, without the files that are cached for it now; None where unknown."""
+        found = self._folder("memory")
+        if found is None:
+            return None
+        version, folder = found
+        peak_bytes = _number(folder / ("memory.peak" if version == 2 else "memory.max_usage_in_bytes"))
+        stat = _fields(folder / "memory.stat")
+        cached_bytes = stat.get("file" if version == 2 else "cache", 0) - stat.get("shmem", 0)
+        return peak_bytes - max(0, cached_bytes) if peak_bytes else None
+
     def out_of_memory_kills(self) -> int:
         """How many of its processes the kernel has killed because it was over its memory limit."""
         found = self._folder("memory")
@@ -222,7 +233,7 @@ class Groups:
             folder = hierarchy.parent / name
             if folder.exists():
                 _empty(Group(name, (hierarchy,)))
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for controller, file, value in _settings(hierarchy, limits):
                 try:
                     _write(folder / file, value)

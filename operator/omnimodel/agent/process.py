@@ -91,7 +91,7 @@ class ModelProcess:
         self.started_seconds = time.time()
         self.socket_path = socket_path
         self.group = group
-        self.exited: asyncio.Future[ProcessExit] = loop.create_future()
+        self._exited: asyncio.Future[ProcessExit] = loop.create_future()
         self._forked = forked
         self._channel = forked.channel
         self._pidfd = forked.pidfd
@@ -108,9 +108,19 @@ class ModelProcess:
         self._dead = asyncio.Event()
         loop.add_reader(self._pidfd, self._died)
         self._reader = asyncio.create_task(self._read(), name=f"read {self.instance}")
-        self.released: asyncio.Task[None] = asyncio.create_task(self._end(), name=f"end {self.instance}")
+        self._released = asyncio.create_task(self._end(), name=f"end {self.instance}")
         watched = plan.memory_bytes and not group.limits_memory
         self._watcher = asyncio.create_task(self._watch_memory(), name=f"watch {self.instance}") if watched else None
+
+    @property
+    def exited(self) -> asyncio.Future[ProcessExit]:
+        """Done when it has ended; a cancelled waiter does not cancel it."""
+        return asyncio.shield(self._exited)
+
+    @property
+    def released(self) -> asyncio.Future[None]:
+        """Done when nothing of it is left; a cancelled waiter does not cancel it."""
+        return asyncio.shield(self._released)
 
     # Commands
 
@@ -126,8 +136,8 @@ class ModelProcess:
         Raises:
             ProcessError: the process refused it, did not answer in time, or ended (`ProcessExit`).
         """
-        if self.exited.done():
-            raise self.exited.result()
+        if self._exited.done():
+            raise self._exited.result()
         number, self._next_id = self._next_id, self._next_id + 1
         waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = waiter
@@ -231,12 +241,12 @@ class ModelProcess:
         self._stopping = True
         with contextlib.suppress(ProcessError):
             await self.command(Stop(grace_seconds), (), grace_seconds + 1.0)
-        await asyncio.wait([self.exited], timeout=2.0 if not self.exited.done() else 0)
-        if not self.exited.done():
+        await asyncio.wait([self._exited], timeout=2.0)
+        if not self._exited.done():
             self.kill()
         try:
             async with asyncio.timeout(_KILL_SECONDS):
-                return await asyncio.shield(self.exited)
+                return await self.exited
         except TimeoutError as error:
             raise ProcessError(
                 self.subject,
@@ -274,7 +284,7 @@ class ModelProcess:
             reason.reason,
             reason.problem,
         )
-        self.exited.set_result(reason)
+        self._exited.set_result(reason)
         await self._release(self)
 
     async def _hung_up(self) -> None:
@@ -288,7 +298,7 @@ class ModelProcess:
             async with asyncio.timeout(_STATUS_SECONDS):
                 return await asyncio.shield(self._forked.status)
         except (TimeoutError, asyncio.CancelledError):
-            if self.released.cancelling():
+            if self._released.cancelling():
                 raise
             return _status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
 
