@@ -74,7 +74,7 @@ class Display:
             while True:
                 models, pools = self._controller.objects("OmniModel"), self._controller.objects("OmniPool")
                 errors = self._controller.status_lines()["errors"]
-                rows = live.rows_that_fit(self._console, len(pools), len(errors))
+                rows = live.rows_that_fit(self._console, len(pools), errors)
                 picture.update(live.screen(models, pools, errors, rows=rows), refresh=True)
                 if not told and not self._controller.unsettled():
                     told = True

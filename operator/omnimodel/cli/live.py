@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -91,7 +90,7 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
         if here.get("phase") in {"waking", "draining", "evicting"}:
             note = Text(str(here["phase"]), style="dim")
     elif output.condition(item, "Reconciling").get("status") == "True":
-        note = _progress(str(here.get("phase") or ready.get("reason", "")), here.get("progress"))
+        note = _progress(str(here.get("phase") or ready.get("reason", "")), float(here.get("progress", -1)))
     else:
         message = f"{ready.get('reason', '')}: {ready.get('message', '')}"
         note = Text(message, style="red" if ready.get("reason") != "Suspended" else "dim")
@@ -105,11 +104,11 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
     )
 
 
-def _progress(phase: str, share: float | None) -> RenderableType:
+def _progress(phase: str, share: float) -> RenderableType:
+    """What is being done; a bar that only moves where nobody knows how far it is (`share` below 0)."""
     line = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=1, completed=share or 0, width=20, pulse=share is None)
-    percent = f"{share:.0%}" if share is not None else ""
-    line.add_row(Text(phase, style="blue"), bar, percent)
+    bar = ProgressBar(total=1, completed=max(0.0, share), width=20, pulse=share < 0)
+    line.add_row(Text(phase, style="blue"), bar, f"{share:.0%}" if share >= 0 else "")
     return line
 
 
@@ -123,11 +122,7 @@ def curl_line(address: str, models: Sequence[Mapping[str, Any]]) -> str:
     return f"curl -s {address}/v1/models"
 
 
-def rows_that_fit(console: Console, pools: int, errors: int) -> int:
-    """How many models the terminal has lines for."""
-    return max(3, console.height - pools - errors - 5)
-
-
-def boxed(content: RenderableType) -> RenderableType:
-    """A little air around the table."""
-    return Padding(content, (0, 0, 1, 0))
+def rows_that_fit(console: Console, pools: int, errors: Sequence[Any]) -> int:
+    """How many models the terminal has lines for, beside the pools and the errors, which may take several lines."""
+    lines = sum(1 + len(error_text(error)) // max(1, console.width - 2) for error in errors)
+    return max(3, console.height - pools - lines - 4)

@@ -28,7 +28,7 @@ def command(interval: float, once: bool, client: Client) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as picture:
         while True:
             models, pools, errors = _look(client)
-            rows = live.rows_that_fit(console, len(pools), len(errors))
+            rows = live.rows_that_fit(console, len(pools), errors)
             picture.update(live.screen(models, pools, errors, rows=rows), refresh=True)
             time.sleep(interval)
 

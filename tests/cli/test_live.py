@@ -1,0 +1,115 @@
+"""The live table: what a person sees while models are prepared, serve, and fail."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from omnimodel.cli import live, output
+
+
+def item(name: str, *, ready: str = "True", reason: str = "Serving", message: str = "", **entry: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready, "reason": reason, "message": message}]
+    if ready == "Unknown":
+        conditions.append({"type": "Reconciling", "status": "True"})
+    return {
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"runtime": {"task": "embeddings"}},
+        "status": {
+            "conditions": conditions,
+            "residency": [{"tier": "cold", **entry}],
+            "footprint": {"weightsBytes": 257 << 20},
+        },
+    }
+
+
+POOL = {
+    "metadata": {"name": "default"},
+    "status": {
+        "budgetBytes": 448 << 20, "residentBytes": 300 << 20, "device": "host", "overcommitRatio": 3.2,
+        "isolation": {"level": "namespaces"},
+    },
+}  # fmt: skip
+
+
+def shown(models: list[dict[str, Any]], errors: list[Any] | None = None, rows: int | None = None) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(live.screen(models, [POOL], errors or [], rows=rows))
+    return stream.getvalue()
+
+
+def line_of(text: str, name: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(name)]
+    return line
+
+
+def test_memory_of_the_pool_is_on_top() -> None:
+    first = shown([]).splitlines()[0]
+    for part in ("pool default", "300 MiB of 448 MiB on host", "over-commit 3.20", "isolation namespaces"):
+        assert part in first
+
+
+def test_a_serving_model_has_tier_bytes_requests_and_last_wake() -> None:
+    line = line_of(shown([item("a", tier="resident", requests=41, waiting=1, inFlight=1, lastWakeSeconds=0.021)]), "a")
+    assert line.split() == ["a", "resident", "257", "MiB", "41", "+2", "21", "ms"]
+
+
+def test_progress_has_a_percentage_only_when_it_is_known() -> None:
+    known = item("a", ready="Unknown", reason="Publishing", phase="publishing", progress=0.47)
+    unknown = item("b", ready="Unknown", reason="Publishing", phase="publishing", progress=-1)
+    text = shown([known, unknown])
+    assert "publishing" in line_of(text, "a")
+    assert "47%" in line_of(text, "a")
+    assert "%" not in line_of(text, "b")
+
+
+def test_a_failed_model_says_why() -> None:
+    text = shown([item("a", ready="False", reason="BadArtifact", message="cut off")])
+    assert "BadArtifact: cut off" in line_of(text, "a")
+
+
+def test_errors_of_manifests_stand_below() -> None:
+    text = shown([item("a")], [{"message": "new.yaml:9: spec.residency.idleAfter: 0s is not a lifetime"}])
+    assert "✗ new.yaml:9" in text.splitlines()[-1]
+
+
+def test_when_not_all_fit_what_needs_a_look_comes_first() -> None:
+    models = [item(f"m{number}", tier="cold") for number in range(9)]
+    models += [item("resident", tier="resident"), item("broken", ready="False", reason="Crashed")]
+    text = shown(models, rows=3)
+    assert "resident" in text
+    assert "broken" in text
+    assert "… and 8 more" in text
+
+
+def test_the_curl_line_chats_when_a_model_can() -> None:
+    chat = item("smollm2")
+    chat["spec"]["runtime"]["task"] = "text-generation"
+    assert "/v1/chat/completions" in live.curl_line("http://x", [item("a"), chat])
+    assert '"model": "smollm2"' in live.curl_line("http://x", [item("a"), chat])
+    assert live.curl_line("http://x", [item("a")]) == "curl -s http://x/v1/models"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "-"), (None, "-"), (512, "512 B"), (1536, "1.5 KiB"), (257 << 20, "257 MiB"), (3 << 30, "3.0 GiB")],
+)
+def test_sizes(value: int | None, text: str) -> None:
+    assert output.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0004, "0.4 ms"), (0.021, "21 ms"), (3.25, "3.2 s"), (240, "4m"), (7200, "2h"), (200000, "2d")],
+)
+def test_durations(value: float | None, text: str) -> None:
+    assert output.seconds(value) == text
+
+
+def test_age_of_a_time() -> None:
+    assert output.age("2026-11-29T12:00:00Z", 1795953605.0) == "5.0 s"
+    assert output.age("", 0.0) == "-"
+    assert output.age("2026-11-29T12:00:00Z", 0.0) == "0 s", "a clock that is behind is no reason to show nonsense"
