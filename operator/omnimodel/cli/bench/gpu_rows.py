@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from omnimodel.cli.bench.gpu_bench import GIBI, GIGA, MEBI, Bench, Model, Process
@@ -18,6 +19,7 @@ from omnimodel.memory.devices.cuda_driver import call, driver
 
 PROMPT_TOKENS = 512
 ROUNDS = 5
+FRAME_SIZES = [size * MEBI for size in (16, 32, 64, 128, 256)]
 
 
 def line(bench: Bench) -> None:
@@ -40,13 +42,21 @@ def line(bench: Bench) -> None:
 
 def frame_sizes(bench: Bench) -> None:
     """What a frame's size costs: 15 GiB mapped and unmapped, and copied."""
-    total = 15 * GIBI
+    total = 15 * GIBI // FRAME_SIZES[-1] * FRAME_SIZES[-1]
     source = bench.device.arena.take(2 * GIBI)
-    for size in (16 * MEBI, 32 * MEBI, 64 * MEBI, 128 * MEBI, 256 * MEBI):
-        device = CudaDevice("cuda:0", size, arena_bytes=0)
-        frames = device.create(total // size)
-        window = CudaWindow("cuda:0", len(frames), size)
-        maps, unmaps = [], []
+    staged = Staged("frames", total, total, tuple(source * 8))  # the same bytes over and over
+    try:
+        for size in FRAME_SIZES:
+            with closing(CudaDevice("cuda:0", size, arena_bytes=0)) as device:
+                _one_frame_size(bench, device, staged)
+    finally:
+        bench.device.arena.give(source)
+
+
+def _one_frame_size(bench: Bench, device: CudaDevice, staged: Staged) -> None:
+    frames = device.create(staged.image_bytes // device.frame_bytes)
+    maps, unmaps = [], []
+    with closing(CudaWindow("cuda:0", len(frames), device.frame_bytes)) as window:
         for _ in range(3):
             descriptors = [os.dup(frame.descriptor) for frame in frames]
             began = time.perf_counter()
@@ -55,15 +65,11 @@ def frame_sizes(bench: Bench) -> None:
             window.unmap()
             maps.append(mapped - began)
             unmaps.append(time.perf_counter() - mapped)
-        staged = Staged("frames", total, total, tuple(source * 8))
-        seconds = [device.copy(staged, frames).wait(60) for _ in range(3)]
-        name = f"frames of {size // MEBI} MiB, 15 GiB:"
-        bench.report.add(f"{name} map", 1e3 * min(maps), "ms")
-        bench.report.add(f"{name} unmap", 1e3 * min(unmaps), "ms")
-        bench.report.add(f"{name} copy", total / statistics.median(seconds) / GIGA, "GB/s")
-        window.close()
-        device.close()
-    bench.device.arena.give(source)
+    seconds = [device.copy(staged, frames).wait(60) for _ in range(3)]
+    name = f"frames of {device.frame_bytes // MEBI} MiB, {staged.image_bytes / GIBI:.0f} GiB:"
+    bench.report.add(f"{name} map", 1e3 * min(maps), "ms")
+    bench.report.add(f"{name} unmap", 1e3 * min(unmaps), "ms")
+    bench.report.add(f"{name} copy", staged.image_bytes / statistics.median(seconds) / GIGA, "GB/s")
 
 
 def wake(bench: Bench) -> None:
