@@ -232,7 +232,8 @@ def test_fifty_at_once_over_three_models_where_one_fits(freezable: bool) -> None
     device = Device(catalogue(10.0, 10.0, 10.0, freezable=freezable), 12 * GB, FAST, concurrency=8)
     waited = device.run(requests)
 
-    assert len(device.swaps) == 3, "each model is woken once and serves all that wait for it"
+    assert len(device.swaps) <= (6 if freezable else 3), "a wake serves all that wait"
+    assert device.useless_wakes == 0
     assert max(waited) < 30.0
 
 

@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from omnimodel.placement.state import Constants, Drain, ModelState, Step, bytes_text, wake_seconds, worth
+from omnimodel.placement.fit import blocked_models
+from omnimodel.placement.state import (
+    Constants,
+    Drain,
+    ModelState,
+    Step,
+    bytes_text,
+    full_wake_seconds,
+    wake_seconds,
+    worth,
+)
 
 
 def next_step(
@@ -53,30 +63,6 @@ def next_step(
     )
 
 
-def blocked_models(models: Sequence[ModelState], budget_bytes: int) -> dict[str, str]:
-    """The models that can never be resident, each with a sentence that names both numbers.
-
-    Either they are larger than the budget, or the kept models leave too little. Of kept models that do not fit
-    together, the more important ones are kept, and of equals the first by name.
-    """
-    sentences: dict[str, str] = {}
-    kept_bytes = 0
-    for model in sorted(models, key=lambda m: (not m.keep_resident, -m.priority, m.name)):
-        need = model.footprint_bytes
-        if need > budget_bytes:
-            sentences[model.name] = (
-                f"needs {bytes_text(need)} on the device, but the budget is {bytes_text(budget_bytes)}"
-            )
-        elif need > budget_bytes - kept_bytes:
-            sentences[model.name] = (
-                f"needs {bytes_text(need)} on the device, but the models that are kept resident leave"
-                f" {bytes_text(budget_bytes - kept_bytes)} of {bytes_text(budget_bytes)}"
-            )
-        elif model.keep_resident:
-            kept_bytes += need
-    return sentences
-
-
 @dataclass(frozen=True)
 class _Room:
     """Victims that together make enough room for a target."""
@@ -91,6 +77,7 @@ class _Candidates:
     """Residents that may go for one target, and until when the others may not."""
 
     victims: list[ModelState] = field(default_factory=list)
+    freeze_only: set[str] = field(default_factory=set)  # of the victims: may be frozen, but not drained yet
     again_at: float = inf
     spared: list[str] = field(default_factory=list)
     promised: list[ModelState] = field(default_factory=list)  # inside their minResident
@@ -182,7 +169,7 @@ class _Decision:
                 self.reasons[target.name] = "would hold its room longer than an overdue model has to wait for it"
                 continue
             candidates = self._candidates(target)
-            room = self._room(target, candidates.victims)
+            room = self._room(target, candidates)
             if room is not None:
                 return self._take(target, room)
             self.look_again_at = min(self.look_again_at, candidates.again_at)
@@ -235,9 +222,6 @@ class _Decision:
     def _candidates(self, target: ModelState) -> _Candidates:
         """Residents that may go for the target; for the others, when the reason that spares them ends."""
         found = _Candidates()
-        limits = self.constants
-        oldest = target.oldest(self.now)
-        overdue_at = oldest + limits.fair_seconds
         for model in self.models.values():
             if not model.resident or model.draining or model.keep_resident or model.name == target.name:
                 continue
@@ -249,24 +233,41 @@ class _Decision:
             if model.owed:
                 found.spared.append(f"{model.name} still admits the requests it was woken for")
                 continue
-            may_at = -inf
-            if model.in_flight or model.queue:
-                if len(self.drains) >= limits.drains:
-                    found.spared.append(f"{model.name} is busy, and another drain is under way")
-                    continue
-                may_at = overdue_at if model.priority > target.priority else oldest + limits.patience_seconds
-                may_at = min(may_at, overdue_at)
-                if model.freezable:
-                    may_at = max(may_at, model.resident_since + limits.slice_seconds)
-            if self._is_background(target):
-                may_at = max(may_at, min(model.last_arrival + limits.background_seconds, overdue_at))
-            if may_at > self.now + 1e-9:  # the time to look again must be over when it comes
+            drain_at, freeze_at = self._may_go_at(model, target)
+            may_at = min(drain_at, freeze_at)
+            if may_at == inf:
+                found.spared.append(f"{model.name} is busy, and another drain is under way")
+            elif may_at > self.now + 1e-9:  # the time to look again must be over when it comes
                 found.again_at = min(found.again_at, may_at)
                 found.spared.append(f"{model.name} is in use for another {may_at - self.now:.1f} s at least")
             else:
                 found.victims.append(model)
+                if drain_at > self.now + 1e-9:
+                    found.freeze_only.add(model.name)
+                    found.again_at = min(found.again_at, drain_at)
         found.victims.sort(key=self._victim_order)
         return found
+
+    def _may_go_at(self, model: ModelState, target: ModelState) -> tuple[float, float]:
+        """From when on a resident may be given up for the target by a drain (or at once, if idle), and by a freeze."""
+        limits = self.constants
+        oldest = target.oldest(self.now)
+        overdue_at = oldest + limits.fair_seconds
+        drain_at, freeze_at = -inf, inf
+        if model.in_flight or model.queue:
+            important = model.priority > target.priority
+            drain_at = overdue_at if important else min(oldest + limits.patience_seconds, overdue_at)
+            if model.freezable and model.in_flight:
+                wakes_seconds = limits.slice_wakes * full_wake_seconds(model, limits)
+                slice_ends_at = model.resident_since + max(limits.slice_seconds, wakes_seconds)
+                freeze_at = overdue_at if important else min(oldest + limits.freeze_patience_seconds, overdue_at)
+                drain_at, freeze_at = max(drain_at, slice_ends_at), max(freeze_at, slice_ends_at)
+            if len(self.drains) >= limits.drains:
+                drain_at = inf
+        if self._is_background(target):
+            unused_at = min(model.last_arrival + limits.background_seconds, overdue_at)
+            drain_at, freeze_at = max(drain_at, unused_at), max(freeze_at, unused_at)
+        return drain_at, freeze_at
 
     def _victim_order(self, model: ModelState) -> tuple[object, ...]:
         return (
@@ -276,15 +277,15 @@ class _Decision:
             model.name,
         )
 
-    def _room(self, target: ModelState, victims: Sequence[ModelState]) -> _Room | None:
+    def _room(self, target: ModelState, candidates: _Candidates) -> _Room | None:
         """Choose victims until the target fits, frozen where possible, drained where not; None if it cannot fit."""
-        return self._choose(target, victims, freeze=True) or self._choose(target, victims, freeze=False)
+        return self._choose(target, candidates, freeze=True) or self._choose(target, candidates, freeze=False)
 
-    def _choose(self, target: ModelState, victims: Sequence[ModelState], *, freeze: bool) -> _Room | None:
+    def _choose(self, target: ModelState, candidates: _Candidates, *, freeze: bool) -> _Room | None:
         short = target.need_bytes - max(0, self.free_bytes)
         chosen: dict[str, int] = {}
         frozen: dict[str, ModelState] = {}
-        for model in victims:
+        for model in candidates.victims:
             if short <= 0:
                 break
             gives_bytes = model.footprint_bytes
@@ -294,6 +295,8 @@ class _Decision:
                     gives_bytes = model.weights_bytes
                 else:
                     del frozen[model.name]
+            if model.name in candidates.freeze_only and model.name not in frozen:
+                continue
             chosen[model.name] = gives_bytes
             short -= gives_bytes
         if short > 0:
@@ -302,7 +305,7 @@ class _Decision:
             if short + gives_bytes <= 0:  # spare what turned out not to be needed
                 del chosen[name]
                 short += gives_bytes
-        names = [model.name for model in victims if model.name in chosen]
+        names = [model.name for model in candidates.victims if model.name in chosen]
         return _Room(
             evict=tuple(name for name in names if not self.models[name].in_flight),
             freeze=tuple(name for name in names if name in frozen),

@@ -15,25 +15,29 @@ class Constants:
     Args:
         fair_seconds: a waiter older than this comes before all younger ones, whatever it costs.
         patience_seconds: so long a waiter waits before a model with requests in flight is drained for it.
+        freeze_patience_seconds: so long it waits before one is frozen between two tokens, which costs nobody's batch.
         gap_weight: how far one silence moves the mean gap between requests.
         drains: how many wakes may wait for busy victims at the same time.
         targets: how many waiting models are tried in one decision.
         wake_fixed_seconds: the part of a wake that does not grow with bytes, as measured by the agent.
         copy_bytes_per_second: how fast an image is copied into frames, as measured by the agent.
-        slice_seconds: so long a text generation runs after a wake before it may be frozen; without it, many overdue
-            models would freeze each other before any of them made a token.
+        slice_seconds, slice_wakes: so long, or so many times its own wake if that is longer, a text generation runs
+            after a wake before it may be frozen; without it, many overdue models would freeze each other before any
+            of them made a token.
         background_seconds: a model used by an interactive request within this time is not given up for waiters of
             the background class alone.
     """
 
     fair_seconds: float = 30.0
     patience_seconds: float = 4.0
+    freeze_patience_seconds: float = 1.0
     gap_weight: float = 0.2
     drains: int = 1
     targets: int = 8
     wake_fixed_seconds: float = 0.010
     copy_bytes_per_second: float = 4e9
-    slice_seconds: float = 2.0
+    slice_seconds: float = 1.0
+    slice_wakes: float = 2.0
     background_seconds: float = 10.0
 
 
@@ -154,10 +158,15 @@ class Step:
         return bool(self.wake or self.evict or self.freeze or self.drain or self.abandon)
 
 
+def full_wake_seconds(model: ModelState, constants: Constants) -> float:
+    """How long a wake takes when none of its bytes is in a frame."""
+    return constants.wake_fixed_seconds + model.start_seconds + model.weights_bytes / constants.copy_bytes_per_second
+
+
 def wake_seconds(model: ModelState, constants: Constants) -> float:
     """How long a wake takes now; bytes that are still valid in frames are not copied again."""
-    missing_bytes = max(0, model.weights_bytes - model.valid_bytes)
-    return constants.wake_fixed_seconds + model.start_seconds + missing_bytes / constants.copy_bytes_per_second
+    valid_bytes = min(model.valid_bytes, model.weights_bytes)
+    return full_wake_seconds(model, constants) - valid_bytes / constants.copy_bytes_per_second
 
 
 def worth(model: ModelState, now: float, constants: Constants) -> float:
@@ -165,11 +174,8 @@ def worth(model: ModelState, now: float, constants: Constants) -> float:
 
     The rate is that of the mean gap, or of the silence so far when that is longer. A model seen once is worth 0.
     """
-    full_seconds = (
-        constants.wake_fixed_seconds + model.start_seconds + model.weights_bytes / constants.copy_bytes_per_second
-    )
     silence = max(now - model.last_arrival, model.gap, 1e-9)
-    return full_seconds / max(1, model.footprint_bytes) / silence
+    return full_wake_seconds(model, constants) / max(1, model.footprint_bytes) / silence
 
 
 def next_gap(gap: float, last_arrival: float, now: float, constants: Constants) -> float:
