@@ -107,6 +107,19 @@ def test_a_template_says_what_the_manifest_says_elsewhere(text: str, expected: s
     assert spec(manifests.COMMAND, runtime__args=[text])["args"] == [expected]
 
 
+def test_a_volume_is_writable_only_where_pool_and_model_say_so() -> None:
+    mounts = [{"name": "a", "source": {"volume": {"name": "models"}}, "path": "/a", "readOnly": False}]
+    with pytest.raises(ManifestError) as failure:
+        spec(manifests.PYTHON, mounts=mounts)
+    assert str(failure.value) == (
+        "OmniModel search/tiny: spec.mounts[0].readOnly: false: volume models of OmniPool default/default is read-only; "
+        "remove readOnly: false, or write readOnly: false at the volume in OmniPool default/default"
+    )
+    writable = manifests.pool(volumes=[{"name": "models", "path": "/srv/models", "readOnly": False}])
+    found = render(manifests.model(manifests.PYTHON, mounts=mounts), writable, manifests.CONFIG).spec.mounts
+    assert found[0]["readOnly"] is False
+
+
 def test_granted_names_replace_those_that_were_asked_for() -> None:
     model = manifests.model(manifests.PYTHON)
     names = render(model, manifests.pool(), manifests.CONFIG, served_names=["tiny", "tiny:brief"]).spec.served_names

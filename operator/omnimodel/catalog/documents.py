@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from omnimodel.api import Place
+from omnimodel.api.tree import dotted
 from omnimodel.errors import ManifestError
+from omnimodel.quantity import shown
 
 SIZE_LIMIT = 4 << 20  # bytes of one file; the API server takes 1.5 MiB of one object
 NODE_LIMIT = 200_000  # values of one file after its aliases: a few lines of nested ones could mean billions
@@ -17,14 +19,17 @@ DEPTH_LIMIT = 64
 Path = tuple[str | int, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_VALUE = "tag:yaml.org,2002:value"
+_COLLECTION_TAGS = {"tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
+_DIGITS_LIMIT = 64
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader without dates and sexagesimal numbers, which neither JSON nor Kubernetes knows."""
+    """The safe loader without dates, sexagesimal numbers and `=`, which neither JSON nor Kubernetes knows."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own way
-        first: [(tag, expression) for tag, expression in resolvers if tag != _TIMESTAMP]
+        first: [(tag, expression) for tag, expression in resolvers if tag not in (_TIMESTAMP, _VALUE)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -57,9 +62,10 @@ def documents(text: str, file: str) -> tuple[list[Document], list[ManifestError]
         return [], [ManifestError("file", f"has more than {SIZE_LIMIT >> 20} MiB", "split it", file=file)]
     found: list[Document] = []
     errors: list[ManifestError] = []
-    loader = _Loader(text)
     budget = [NODE_LIMIT]
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         for node in _nodes(loader):
             lines: dict[Path, int] = {(): node.start_mark.line + 1}
             texts: dict[Path, str] = {}
@@ -78,7 +84,8 @@ def documents(text: str, file: str) -> tuple[list[Document], list[ManifestError]
     except RecursionError:
         errors.append(ManifestError("file", "is nested too deeply", "write it flatter", file=file))
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return found, errors
 
 
@@ -90,8 +97,6 @@ def _nodes(loader: _Loader) -> Iterator[yaml.Node]:
 
 
 def _manifest_error(file: str, refused: _Refusal) -> ManifestError:
-    from omnimodel.api.tree import dotted
-
     return ManifestError(
         "manifest", refused.problem, refused.cure, field=dotted(refused.path), file=file, line=refused.line
     )
@@ -140,6 +145,8 @@ class _Builder:
             raise _Refusal(line, path, "is nested too deeply", "write it flatter")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path, line)
+        if node.tag not in _COLLECTION_TAGS:
+            raise _Refusal(line, path, f"has the tag {_short(node.tag)}", "remove the tag")
         within = (*around, id(node))
         if isinstance(node, yaml.SequenceNode):
             items = []
@@ -152,16 +159,16 @@ class _Builder:
         raise _Refusal(line, path, "cannot be read", "write a mapping, a list or a text")
 
     def _scalar(self, node: yaml.ScalarNode, path: Path, line: int) -> Any:
-        if node.tag == _TIMESTAMP:
-            return node.value
         if node.tag not in _PLAIN_TAGS:
             raise _Refusal(line, path, f"has the tag {_short(node.tag)}", "remove the tag")
         if node.tag.endswith(":int") and ":" in node.value:
             return node.value
+        if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS_LIMIT:
+            raise _Refusal(line, path, f"has a number of {len(node.value)} digits", "put it in quotes")
         try:
             value = self._loader.construct_object(node)
         except (ValueError, yaml.YAMLError):
-            raise _Refusal(line, path, f"cannot read {node.value!r}", "put it in quotes") from None
+            raise _Refusal(line, path, f"cannot read {shown(node.value)}", "put it in quotes") from None
         if not isinstance(value, str):
             self._texts[path] = node.value
         return value

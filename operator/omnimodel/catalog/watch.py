@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 
 import watchfiles
@@ -26,7 +27,7 @@ ABSENT_SECONDS = 0.5
 
 async def watch(
     folder: str | os.PathLike[str], *, identities: Mapping[Key, Identity] | None = None
-) -> AsyncIterator[Catalog]:
+) -> AsyncGenerator[Catalog]:
     """Yield the catalogue of a folder, and a new one whenever it changes, until the caller stops.
 
     A broken file keeps its last good version, and its errors are in the catalogue. A folder that is not there gives a
@@ -39,18 +40,19 @@ async def watch(
     root = Path(folder)
     catalog: Catalog | None = None
     seen: _State = ()
-    async for _ in _bell(root):
-        state = await asyncio.to_thread(_state, root)
-        if catalog is not None and state == seen:
-            continue
-        fresh = await asyncio.to_thread(load, root, previous=catalog, identities=identities)
-        seen = state
-        if catalog is None or _differs(catalog, fresh):
-            catalog = fresh
-            yield catalog
+    async with aclosing(_bell(root)) as bell:
+        async for _ in bell:
+            state = await asyncio.to_thread(_state, root)
+            if catalog is not None and state == seen:
+                continue
+            fresh = await asyncio.to_thread(load, root, previous=catalog, identities=identities)
+            seen = state
+            if catalog is None or _differs(catalog, fresh):
+                catalog = fresh
+                yield catalog
 
 
-async def _bell(root: Path) -> AsyncIterator[None]:
+async def _bell(root: Path) -> AsyncGenerator[None]:
     """Ring at once, on every change below a folder, and now and then; the watch begins before the first ring."""
     rung = False
     while True:

@@ -86,6 +86,8 @@ def resolve_mounts(model: OmniModel, pool: OmniPool, config: Config) -> list[dic
     found = []
     for index, mount in enumerate(model.spec.mounts):
         source = _mount_source(model, pool, config, mount, f"spec.mounts[{index}].source")
+        if not mount.read_only:
+            _check_writable(model, pool, mount, f"spec.mounts[{index}].readOnly")
         writable = isinstance(mount.source, MountSource) and mount.source.empty is not None
         found.append(
             {
@@ -96,6 +98,18 @@ def resolve_mounts(model: OmniModel, pool: OmniPool, config: Config) -> list[dic
             }
         )
     return sorted(found, key=lambda item: str(item["path"]))
+
+
+def _check_writable(model: OmniModel, pool: OmniPool, mount: Mount, field: str) -> None:
+    volume = mount.source.volume if isinstance(mount.source, MountSource) else None
+    for known in pool.spec.volumes:
+        if volume is not None and known.name == volume.name and known.read_only:
+            raise ManifestError(
+                model.subject,
+                f"false: volume {known.name} of {pool.subject} is read-only",
+                f"remove readOnly: false, or write readOnly: false at the volume in {pool.subject}",
+                field=field,
+            )
 
 
 def _mount_source(model: OmniModel, pool: OmniPool, config: Config, mount: Mount, field: str) -> Any:
