@@ -158,7 +158,7 @@ async def test_another_hash_names_both(sources, index):
     assert caught.value.reason == Reason.DIGEST_MISMATCH
     assert sha256(path.read_bytes()) in str(caught.value)
     assert "0" * 64 in str(caught.value)
-    assert not (sources.root / "fetched").exists()
+    assert left(sources) == set()
 
 
 async def test_among_several_wheels_the_hash_picks_the_right_one(sources, index):
@@ -460,6 +460,27 @@ async def test_another_hash_of_a_url_names_both(sources, server):
     assert sha256(CONTENT) in str(caught.value)
     assert "1" * 64 in str(caught.value)
     assert left(sources) == set()
+
+
+async def test_a_url_without_a_hash_is_not_fetched(sources, server):
+    with pytest.raises(SourceError, match="no sha256"):
+        await sources.fetch(SUBJECT, {"url": {"url": server.url}})
+    assert server.ranges == []
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+async def test_a_full_disk_while_a_url_is_fetched(tmp_path, server):
+    disk = SmallDisk(tmp_path / "small", 2)
+    server.content = CONTENT * 4
+    try:
+        sources = Sources(disk.path / "sources")
+        with pytest.raises(OmniError, match="disk is full") as caught:
+            await sources.fetch(SUBJECT, url(server, sha256(server.content)))
+        assert caught.value.reason == Reason.DISK_FULL
+        assert left(sources) == set()
+    finally:
+        disk.close()
 
 
 async def test_an_empty_file(sources, server):

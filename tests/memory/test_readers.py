@@ -129,6 +129,7 @@ print("unhurt")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_mutated_checkpoints_never_hurt(tmp_path, form):
     """In a process of their own: this parser is not ours."""

@@ -36,7 +36,11 @@ async def fetch(
     limit_bytes: int,
 ) -> str:
     """Download `url` and check its `sha256`; see `source_package.fetch` for the arguments."""
-    url, expected = spec["url"], spec["sha256"]
+    url, expected = spec["url"], spec.get("sha256") or ""
+    if not expected:
+        raise SourceError(
+            subject, f"{url} has no sha256", "write spec.source.url.sha256", reason=Reason.INVALID_MANIFEST
+        )
     name = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(urlsplit(url).path).rpartition("/")[2]).lstrip(".") or "file"
     part = _Part(work / "part")
     for fresh in (False, True):

@@ -87,12 +87,17 @@ class Sources:
             for progress in listeners:
                 progress(done, total)
 
-        with disk_errors(str(work)):
-            (work / _CONTENT).mkdir(parents=True, exist_ok=True)
-            log.info("source_fetching subject=%s kind=%s", subject, kind)
-            fetcher = {"package": source_package.fetch, "url": source_url.fetch, "huggingFace": source_hub.fetch}[kind]
-            inside = await fetcher(subject, spec, work, work / _CONTENT, tell, self.limit_bytes)
-            await asyncio.to_thread(self._keep, work, key, inside)
+        log.info("source_fetching subject=%s kind=%s", subject, kind)
+        fetcher = {"package": source_package.fetch, "url": source_url.fetch, "huggingFace": source_hub.fetch}[kind]
+        try:
+            with disk_errors(str(work)):
+                (work / _CONTENT).mkdir(parents=True, exist_ok=True)
+                inside = await fetcher(subject, spec, work, work / _CONTENT, tell, self.limit_bytes)
+                await asyncio.to_thread(self._keep, work, key, inside)
+        except BaseException as error:
+            if kind == "package" or (isinstance(error, OmniError) and error.reason == Reason.DISK_FULL):
+                await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)  # nothing there to go on with
+            raise
         log.info("source_fetched subject=%s kind=%s", subject, kind)
         found = await asyncio.to_thread(self._found, key)
         assert found is not None
