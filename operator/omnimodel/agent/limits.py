@@ -109,6 +109,22 @@ class Group:
         for _, folder in self._folders():
             _write(folder / "cgroup.procs", str(pid))
 
+    @contextlib.contextmanager
+    def doors(self) -> Iterator[tuple[int, ...]]:
+        """Descriptors through which a process moves itself in by writing `0`."""
+        opened: list[int] = []
+        try:
+            for _, folder in self._folders():
+                opened.append(os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            yield tuple(opened)
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process is in it, in every hierarchy."""
+        return all(str(pid) in (folder / "cgroup.procs").read_text().split() for _, folder in self._folders())
+
     def pids(self) -> set[int]:
         """The processes in it."""
         found: set[int] = set()

@@ -127,20 +127,23 @@ class Spawner:
             except asyncio.CancelledError:
                 group = await making  # a thread cannot be cancelled: what it makes must be removed
                 raise
-            forked = await self.zygotes.fork(
-                plan,
-                log_descriptor=output.write_descriptor,
-                environment=request.environment,
-                paths=request.paths,
-                preload=request.preload,
-                target=request.target,
-                timeout_seconds=request.fork_seconds,
-            )
+            with group.doors() as doors:
+                forked = await self.zygotes.fork(
+                    plan,
+                    log_descriptor=output.write_descriptor,
+                    group_descriptors=doors,
+                    environment=request.environment,
+                    paths=request.paths,
+                    preload=request.preload,
+                    target=request.target,
+                    timeout_seconds=request.fork_seconds,
+                )
             output.close_writer()
             paths = (str(self._run / f"{plan.instance}.sock"), str(folder))
             self.journal.record(Entry(plan.instance, forked.pid, forked.start_ticks, paths))
             _offer_to_oom_killer(forked.pid)
-            group.add(forked.pid)
+            if not group.holds(forked.pid):
+                await asyncio.to_thread(group.add, forked.pid)
             scratch = {"TMPDIR": plan.scratch, "HOME": plan.scratch} if plan.scratch else {}
             process = ModelProcess(
                 request.subject,

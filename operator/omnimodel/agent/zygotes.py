@@ -136,6 +136,7 @@ class Zygotes:
         plan: SandboxPlan,
         *,
         log_descriptor: int,
+        group_descriptors: Sequence[int] = (),
         environment: Environment = (),
         paths: Sequence[str] = (),
         descriptors: Mapping[str, int] | None = None,
@@ -148,6 +149,7 @@ class Zygotes:
         Args:
             plan: of the sandbox.
             log_descriptor: what it prints goes here.
+            group_descriptors: `cgroup.procs` of the groups that it moves into.
             environment: folders of packages; equal ones share a zygote.
             paths: further import paths, as the process sees them.
             descriptors: handed to the process by name; they stay open here.
@@ -168,6 +170,7 @@ class Zygotes:
             "plan": plan.to_json(),
             "environment": list(paths),
             "target": target,
+            "groups": len(group_descriptors),
             "names": list(named),
         }
         pidfd = -1
@@ -176,7 +179,7 @@ class Zygotes:
                 zygote = await self._get(tuple(environment), None, preload)
                 async with asyncio.timeout(timeout_seconds):
                     reply, received = await zygote.ask(
-                        plan.instance, message, [theirs.fileno(), log_descriptor, *named.values()]
+                        plan.instance, message, [theirs.fileno(), log_descriptor, *group_descriptors, *named.values()]
                     )
             if reply["kind"] != "forked":
                 raise ProcessError(f"process {plan.instance}", reply["message"], "restart the agent")

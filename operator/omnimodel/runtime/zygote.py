@@ -5,12 +5,13 @@ touches no accelerator and holds no secret, because every model's process begins
 
 | asked | descriptors | answered |
 |---|---|---|
-| `{"op": "fork", "instance", "plan", "environment": [paths], "target", "names": [..]}` | control, log, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused` |
+| `{"op": "fork", "instance", "plan", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, `cgroup.procs` of each group, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused` |
 | `{"op": "derive", "key", "environment": [paths], "preload": [modules]}` | its channel, its log | `{"kind": "derived", "key", …}` and a pidfd, or `conflict` |
 | | | `{"kind": "exited", "pid", "status"}` for each child that ended |
 
-The child enters its sandbox, says `{"kind": "entered", "reached", "seconds"}` on its control channel, waits for
-`{"op": "go", "env"}` (by then it is in its control group) and calls `target`, `omnimodel.runtime.serve:run`.
+The child moves into its control groups, so that all it touches from then on is its own, enters its sandbox, says
+`{"kind": "entered", "reached", "seconds"}` on its control channel, waits for `{"op": "go", "env"}` and calls `target`,
+`omnimodel.runtime.serve:run`.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -263,7 +264,11 @@ class Zygote:
         try:
             signal.set_wakeup_fd(-1)
             os.setsid()
-            control, log, *extra = descriptors
+            control, log, *rest = descriptors
+            groups, extra = rest[: request["groups"]], rest[request["groups"] :]
+            for group in groups:
+                with contextlib.suppress(OSError):  # the agent does it then
+                    os.write(group, b"0")
             os.dup2(log, 1)
             os.dup2(log, 2)
             close_descriptors_except({control, *extra})
