@@ -278,6 +278,27 @@ async def test_frames_are_not_left_while_something_writes_into_them(pool, accoun
     assert pool.valid_frames("a") == 0
 
 
+async def test_frames_released_while_they_are_filled_come_free_at_the_end(pool, account, device, monkeypatch):
+    """A process that dies in the middle of its wake."""
+    copy = SlowCopy()
+    monkeypatch.setattr(device, "copy", lambda *_arguments, **_options: copy)
+    account.promise("a", 5)
+    await pool.make_room()
+    fill = asyncio.ensure_future(pool.fill(pool.take("a", "a"), None, 30))
+    assert await asyncio.to_thread(copy.began.wait, 30)
+    pool.recover("a")
+    assert pool.release("a") == 0
+    assert pool.recover("a") == 0
+    with pytest.raises(LedgerError):
+        account.promise("b", 4)
+    assert account.held_bytes("a", Kind.QUARANTINE) == 5 * FRAME
+    copy.go.set()
+    await fill
+    assert account.free_bytes == 8 * FRAME
+    assert pool.valid_frames("a") == 5  # the copy was whole
+    assert len((await wake(pool, "b", 8)).frames) == 8
+
+
 async def test_adopted_frames_are_the_models(pool, account, device):
     frames = device.create(2)
     pool.adopt("a", "a", frames)

@@ -85,6 +85,7 @@ class FramePool:
         self.device = device
         self.account = account
         self._places: dict[int, _Place] = {}
+        self._filling: dict[str, bool] = {}  # model -> whether it was released while its frames were being filled
         self._changing = asyncio.Lock()  # making and destroying frames, which takes several steps
 
     # What there is
@@ -228,19 +229,27 @@ class FramePool:
             ImageError: the image cannot be read.
             TimeoutError: it took longer.
         """
+        self._filling[allocation.model] = False
+        try:
+            seconds = await self._copy(allocation, staged, timeout_seconds)
+            self.arrived(allocation)
+            return seconds
+        finally:
+            if self._filling.pop(allocation.model):  # it was released meanwhile
+                self.recover(allocation.model)
+
+    async def _copy(self, allocation: Allocation, staged: Any, timeout_seconds: float) -> float:
         copy = await _to_its_end(asyncio.to_thread(self.device.copy, staged, allocation.frames, valid=allocation.valid))
         end = asyncio.ensure_future(asyncio.to_thread(copy.wait))
         try:
             async with asyncio.timeout(timeout_seconds):
-                seconds = await asyncio.shield(end)
+                return await asyncio.shield(end)
         except (TimeoutError, asyncio.CancelledError):
             while not end.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([end])
             end.exception()
             raise
-        self.arrived(allocation)
-        return seconds
 
     def arrived(self, allocation: Allocation) -> None:
         """Say that the copy has ended well: every frame holds its part of the image."""
@@ -250,7 +259,14 @@ class FramePool:
                 self._places[frame.id] = replace(place, part=Part(allocation.digest, number))
 
     def release(self, model: str) -> int:
-        """Make a model's frames free, after it acknowledged that they are unmapped; how many that were."""
+        """Make a model's frames free, after it acknowledged that they are unmapped; how many that were.
+
+        While they are being filled they are set apart instead, and come free at the end of the copy.
+        """
+        if model in self._filling:
+            self._filling[model] = True
+            self.quarantine(model)
+            return 0
         frames = self.frames_of(model)
         self.account.release_frames(model, len(frames))
         for frame in frames:
@@ -268,7 +284,12 @@ class FramePool:
         return len(frames)
 
     def recover(self, model: str) -> int:
-        """Make a model's quarantined frames free, after its process was seen to be gone; how many that were."""
+        """Make a model's quarantined frames free, after its process was seen to be gone; how many that were.
+
+        While frames of the model are being filled, all of them come free at the end of the copy.
+        """
+        if model in self._filling:
+            return 0
         apart = [place for place in self._places.values() if place.owner == model and place.quarantined]
         self.account.recover(model)
         for place in apart:
