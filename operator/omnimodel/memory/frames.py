@@ -193,6 +193,8 @@ class FramePool:
         Raises:
             LedgerError: nothing was promised, or the frames are not there.
         """
+        if model in self._filling:
+            raise LedgerError(model, "its frames are still being filled for an earlier wake")
         free = self._free()
         promised = self.account.promised(model)
         if promised is not None and promised.frames > len(free):
