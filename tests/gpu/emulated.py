@@ -49,6 +49,7 @@ class EmulatedDriver:
         self.events: dict[int, tuple[int, int]] = {}  # event -> (recorded, reached)
         self.numbers = iter(range(1, 1 << 40))
         self.fail: dict[str, int] = {}  # call -> after how many it fails
+        self.unmaps_many = True  # whether one call may unmap several allocations
         self.after: Callable[[str], None] = lambda _: None  # told the name of each operation that has run
 
     def __getattr__(self, name: str) -> Any:
@@ -182,6 +183,8 @@ class EmulatedDriver:
 
     def do_cuMemUnmap(self, address, size):
         parts = self._inside(address, size)
+        if len(parts) > 1 and not self.unmaps_many:
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE
         assert sum(self.mapped[a][1] for a in parts) == size, "unmapped more than what is mapped"
         pages.blank(address, size)
         for part in parts:

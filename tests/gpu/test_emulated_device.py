@@ -19,7 +19,7 @@ from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, copy_of, image, pattern
 from omnimodel.errors import ImageError, LedgerError, OmniError
 from omnimodel.memory.codec_file import PACKED_FILE, pack
-from omnimodel.memory.devices import cuda, cuda_driver
+from omnimodel.memory.devices import cuda, cuda_driver, open_device, open_window
 from omnimodel.memory.devices.cuda import CudaDevice
 from omnimodel.memory.devices.cuda_window import CudaWindow
 
@@ -174,6 +174,9 @@ def test_a_process_waits_behind_the_copy_and_not_a_frame_longer(backend, driver,
                 lambda view=view, copy=copy, layers=layers: layers.append((view.numpy().tobytes(), copy.done_bytes())),
             )
         copy.wait(30)
+        before = len(driver.streams[stream])
+        window.wait(size, stream)
+        assert len(driver.streams[stream]) == before  # the image is there: nothing to wait for
         window.unmap()
         assert [found for found, _ in layers] == [pattern(size, 1)[f * FRAME : (f + 1) * FRAME] for f in range(3)]
         overlapped |= layers[0][1] < size
@@ -195,6 +198,24 @@ def test_a_process_is_let_go_when_its_copy_never_comes(backend, driver):
     window.unmap()
     window.close()
     fence.close()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_it_is_opened_by_its_name(driver, name):
+    device = open_device(name, FRAME, arena_bytes=0)
+    assert device.name == "cuda:0"
+    assert device.frame_bytes == FRAME
+    assert device.arena_ready() == 1.0
+    window = open_window(device.name, 2, FRAME)
+    window.close()
+    device.close()
+    assert driver.left() == {}
+
+
+@pytest.mark.parametrize("name", ["cuda:1", "cuda:x", "cuda:", "cuda:-1"])
+def test_a_device_that_is_not_there_is_named(driver, name):
+    with pytest.raises(OmniError, match=name):
+        open_device(name, FRAME, arena_bytes=0)
 
 
 def test_two_copies_at_once_keep_their_own_progress(backend, driver, tmp_path):
@@ -255,6 +276,16 @@ def test_a_map_that_the_driver_refuses_leaves_nothing_mapped(backend, driver, ca
     driver.fail.clear()
     window.map(copy_of(held))
     window.unmap()
+    window.close()
+
+
+def test_a_driver_that_unmaps_one_allocation_at_a_time(backend, driver):
+    driver.unmaps_many = False
+    held = backend.device.create(3)
+    window = backend.window(3)
+    for _turn in range(2):
+        window.map(copy_of(held))
+        window.unmap()
     window.close()
 
 

@@ -89,12 +89,13 @@ class Window(Protocol):
         """Fence, then take the frames out of the range."""
 
 
-def open_device(name: str, frame_bytes: int) -> Device:
+def open_device(name: str, frame_bytes: int, *, arena_bytes: int | None = None) -> Device:
     """Open the agent's side of a device.
 
     Args:
         name: `host`, `cuda` or `cuda:0`.
         frame_bytes: size of a frame, a multiple of 2 MiB.
+        arena_bytes: host memory to pin for images; None: half of what is available. A host device pins none.
 
     Raises:
         OmniError: there is no such device here.
@@ -106,7 +107,7 @@ def open_device(name: str, frame_bytes: int) -> Device:
     if name.partition(":")[0] == "cuda":
         from omnimodel.memory.devices.cuda import CudaDevice
 
-        return CudaDevice(name, frame_bytes)
+        return CudaDevice(name, frame_bytes, arena_bytes)
     raise OmniError(f"device {name}", "there is no such device", "use host or cuda:0")
 
 

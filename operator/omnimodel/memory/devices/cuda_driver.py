@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +119,11 @@ class Context:
         self.ordinal = ordinal
         self.device = call("cuDeviceGet", ordinal)
         self._context = call("cuDevicePrimaryCtxRetain", self.device)
-        self._current = threading.local()
         self.enter()
 
     def enter(self) -> None:
-        """Make the context current in this thread; cheap when it is."""
-        if not getattr(self._current, "entered", False):
-            call("cuCtxSetCurrent", self._context)
-            self._current.entered = True
+        """Make the context current in this thread; another device, or torch, may have changed it since."""
+        call("cuCtxSetCurrent", self._context)
 
     def attribute(self, name: str) -> int:
         """A device attribute, by the name after CU_DEVICE_ATTRIBUTE_."""

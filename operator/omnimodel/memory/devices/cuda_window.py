@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from omnimodel.errors import LedgerError
+from omnimodel.errors import LedgerError, OmniError
 from omnimodel.memory.devices.cuda_driver import (
     Context,
     access,
@@ -21,7 +21,7 @@ from omnimodel.memory.devices.cuda_driver import (
     granularity_bytes,
     ordinal_of,
 )
-from omnimodel.memory.devices.cuda_fence import FencePage
+from omnimodel.memory.devices.cuda_fence import FencePage, arrived
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,9 @@ class CudaWindow:
         self._waiting = fence_base is not None
 
     def wait(self, end_offset: int, stream: int | None = None) -> None:
-        """Make a stream wait until the image has arrived up to `end_offset`; at once when it has.
+        """Make a stream wait until the image has arrived up to `end_offset`; nothing happens when it has.
+
+        While a stream is captured into a graph it cannot wait: capture when the whole image is there.
 
         Args:
             end_offset: bytes from the image's start.
@@ -136,15 +138,16 @@ class CudaWindow:
         """
         if self._page is None or not self._waiting:
             return
+        frames = arrived(self._page.value(), self._fence_base, self._frames)
+        self._waiting = frames < self._frames
+        needed = -(-end_offset // self._frame_bytes)
+        if frames >= needed:
+            return
         if stream is None:
             import torch
 
             stream = torch.cuda.current_stream(self._ordinal).cuda_stream
-        self._page.wait(stream, self._fence_base + -(-end_offset // self._frame_bytes))
-
-    def arrived(self) -> None:
-        """Say that the copy is over: waits are no longer put into streams."""
-        self._waiting = False
+        self._page.wait(stream, self._fence_base + needed)
 
     def abandon(self) -> None:
         """Let streams go on that wait for a copy which will never come; what they compute is worthless."""
@@ -157,8 +160,13 @@ class CudaWindow:
         self._take_away()
 
     def _take_away(self) -> None:
-        if self._mapped:
+        if not self._mapped:
+            return
+        try:
             call("cuMemUnmap", self._base, self._mapped * self._frame_bytes)
+        except OmniError:  # the driver's manual leaves open whether one call may span several allocations
+            for frame in range(self._mapped):
+                call("cuMemUnmap", self._base + frame * self._frame_bytes, self._frame_bytes)
         self._mapped = 0
 
     def close(self) -> None:
