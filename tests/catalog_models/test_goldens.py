@@ -3,28 +3,12 @@
 import json
 
 import pytest
-from catalog_models.catalogue import MODELS, OWN, dtype_of, ordinary_spec, process_spec
 
+from catalog_models.catalogue import MODELS, OWN, dtype_of, ordinary_spec
 from omnimodel.memory.image import read_index
 from omnimodel.protocol import probe as probes
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def serve(packages, new_child, frames, tmp_path):
-    """Publish a model in one process and wake it in another."""
-
-    async def serve(name):
-        spec = process_spec(name, packages)
-        image = tmp_path / f"image-{name}"
-        await new_child().publish(spec, packages.source(MODELS[name]["spec"]["source"]["package"]), image, dtype_of(name))
-        child = new_child()
-        await child.start(spec, image)
-        child.frames = await frames.wake(child)
-        return child
-
-    return serve
 
 
 async def ask(child, name):
@@ -60,10 +44,10 @@ async def test_answers_its_probe_with_the_same_bits_in_any_frames_as_with_ordina
         await frames.wake(child, child.frames)
         assert lasting((await ask(child, name))[2]) == lasting(body)
 
-    source = packages.source(MODELS[name]["spec"]["source"]["package"])
+    source = await packages.source(name)
     ordinary = new_child()
     empty = tmp_path / "empty"
-    spec = ordinary_spec(name, packages, source)
+    spec = await ordinary_spec(name, packages, source)
     await new_child().publish(spec, source, empty, dtype_of(name))
     assert read_index(empty).bytes == 0
     await ordinary.start(spec, empty)
