@@ -9,34 +9,37 @@ from typing import Any
 
 import numpy as np
 
-from omnimodel.runtime.requests import RequestError
+from omnimodel.runtime.requests import invalid
 from omnimodel.runtime.sdk import Audio
 
 MODEL_RATE = 16_000
 _LONGEST_SECONDS = 3600
 
 
-def read_wav(content: bytes, rate: int = MODEL_RATE) -> Audio:
+def read_wav(content: bytes, rate: int = MODEL_RATE, *, field: str = "file") -> Audio:
     """A WAV file (PCM of 8 to 32 bits, any rate and number of channels) as mono float32 at `rate`.
 
+    Args:
+        content: of the file.
+        rate: of the samples that come out.
+        field: of the request, for messages.
+
     Raises:
-        RequestError: it is no such file.
+        RequestError: it is no such file, or has no samples.
     """
     try:
         with wave.open(io.BytesIO(content)) as file:
             channels, width, file_rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
             frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError, OverflowError, RuntimeError) as error:
-        raise RequestError(
-            f"Invalid value for file: it is no PCM WAV file ({error or type(error).__name__})",
-            param="file",
-            code="invalid_value",
-        ) from error
+        raise invalid(field, f"it is no PCM WAV file ({error or type(error).__name__})") from error
     if not (1 <= channels <= 32 and 1 <= width <= 4 and 1000 <= file_rate <= 384_000):
-        raise RequestError("Invalid value for file: a WAV file with impossible properties", param="file")
+        raise invalid(field, "a WAV file with impossible properties")
     frames = frames[: len(frames) - len(frames) % (channels * width)]
+    if not frames:
+        raise invalid(field, "the recording is empty")
     if len(frames) // (channels * width) > _LONGEST_SECONDS * file_rate:
-        raise RequestError(f"Invalid value for file: longer than {_LONGEST_SECONDS} seconds", param="file")
+        raise invalid(field, f"longer than {_LONGEST_SECONDS} seconds")
     samples = _samples(frames, width).reshape(-1, channels).mean(axis=1, dtype=np.float32)
     return Audio(resample(samples, file_rate, rate), rate)
 

@@ -230,7 +230,7 @@ def _texts(argument: Argument, name: str, flat: Sequence[Any], parameters: Mappi
     except (binascii.Error, UnicodeError) as error:
         raise invalid(name, str(error)) from error
     if argument.form == "audio":
-        return read_wav(values[0])
+        return read_wav(values[0], field=name)
     return values[0] if argument.form == "scalar" else values
 
 
