@@ -37,8 +37,10 @@ def command(
     Sizes are those of the manifests, or what a system with this state directory has measured.
     """
     from omnimodel.catalog import load
+    from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
 
-    catalog = load(paths)
+    # With the identities of an earlier run the hashes are those by which sizes were remembered.
+    catalog = load(paths, identities=IdentityFile(state_dir / OBJECTS_FILE).read())
     plans = [_plan(catalog, name, memory, state_dir) for name in _pool_names(catalog)]
     if form == "json":
         pools = [_as_json(found) for found in plans]
