@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,9 +108,14 @@ def subject_of(document: Mapping[str, Any]) -> str:
     kind = document.get("kind")
     kind = kind if isinstance(kind, str) and kind else "manifest"
     if not isinstance(name, str) or not name:
-        return kind
+        return _plain(kind)
     namespace = metadata.get("namespace")
-    return f"{kind} {namespace if isinstance(namespace, str) and namespace else 'default'}/{name}"
+    namespace = namespace if isinstance(namespace, str) and namespace else "default"
+    return f"{_plain(kind)} {_plain(namespace)}/{_plain(name)}"
+
+
+def _plain(text: str) -> str:
+    return text if text.isprintable() and len(text) <= 253 else shown(text)
 
 
 def _head(document: Mapping[str, Any], kind: type[Resource] | None) -> Iterator[Violation]:
@@ -171,7 +177,8 @@ def _example(kind: type[Part], path: Path) -> str:
 def flow(value: Any) -> str:
     """A value as one line of YAML."""
     text: str = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
-    return text.strip()[1:-1]
+    # JSON is YAML, and never needs a second line.
+    return text.strip()[1:-1] if "\n" not in text.strip() else json.dumps(value, ensure_ascii=False)
 
 
 def _error(

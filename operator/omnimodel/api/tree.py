@@ -102,5 +102,6 @@ def dotted(path: Path) -> str:
     """A path as people write it: `spec.mounts[0].path`."""
     text = ""
     for element in path:
-        text += f"[{element}]" if isinstance(element, int) else f".{element}" if text else element
+        name = element if isinstance(element, int) or element.isprintable() else repr(element)
+        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else name
     return text
