@@ -189,6 +189,7 @@ class EmulatedDriver:
         pages.blank(address, size)
         for part in parts:
             self._drop(self.mapped.pop(part)[0])
+        return None
 
     def do_cuMemAlloc(self, size):
         address = pages.reserve(size)

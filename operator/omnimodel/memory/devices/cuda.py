@@ -168,18 +168,20 @@ class CudaDevice:
         Raises:
             LedgerError: the device has no room; then none was created.
         """
-        self.context.enter()
         made: list[Frame] = []
         with self._lock:
+            free_bytes = self.free_bytes()
             try:
+                if count * self.frame_bytes > free_bytes:
+                    raise LedgerError(f"device {self.name}", "has no room")
                 for _ in range(count):
                     made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
             except LedgerError as error:
                 self.destroy(made)
                 raise LedgerError(
                     f"device {self.name}",
-                    f"{count} frames need {count * self.frame_bytes} bytes, it has {self.free_bytes()} free",
-                    "lower the pool's device.memory",
+                    f"{count} frames need {count * self.frame_bytes} bytes, it has {free_bytes} free ({error.problem})",
+                    error.cure or "lower the pool's device.memory",
                 ) from error
         log.info("frames created device=%s count=%d bytes=%d", self.name, count, count * self.frame_bytes)
         return made
