@@ -71,6 +71,7 @@ class Child:
         self.progress: list[Progress] = []
         self.spec: dict = {}
         self.session: aiohttp.ClientSession | None = None
+        self.stopped = False
         listener = socket.socket(socket.AF_UNIX)
         with suppress(FileNotFoundError):
             os.unlink(self.socket_path)
@@ -161,11 +162,17 @@ class Child:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def maps(self) -> str:
+        return Path(f"/proc/{self.pid}/maps").read_text()
+
     def private_bytes(self) -> int:
         with open(f"/proc/{self.pid}/smaps_rollup") as file:
             return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
 
     async def stop(self, grace_seconds=2.0):
+        if self.stopped:
+            return
+        self.stopped = True
         if self.session is not None:
             await self.session.close()
         if self.alive():
@@ -248,3 +255,7 @@ async def collect(events, into):
     """Put everything that comes into a list."""
     async for event in events:
         into.append(json.loads(event) if event.startswith("{") else event)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

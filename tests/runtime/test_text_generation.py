@@ -7,8 +7,10 @@ import time
 import httpx2
 import openai
 import pytest
+from tokenizers import Tokenizer
 
-from runtime.children import handler, spec
+from omnimodel.protocol.process import Evict
+from runtime.children import handler, spec, until
 
 pytestmark = pytest.mark.models
 

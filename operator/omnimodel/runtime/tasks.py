@@ -216,7 +216,7 @@ async def _transcriptions(predictor: Predictor, request: web.Request) -> web.Res
     if isinstance(content, str):
         raise invalid("file", "it must be an upload with a file name")
     fields = {name: value for name, value in form.items() if isinstance(value, str)}
-    if float(fields.get("temperature") or 0) != 0:
+    if fields.get("temperature", "0") not in ("", "0", "0.0"):
         raise unsupported("temperature", "this model decodes greedily")
     style = fields.get("response_format") or "json"
     if style not in ("json", "text", "verbose_json"):

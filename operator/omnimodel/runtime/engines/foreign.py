@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 300.0
 _TERMINATE_SECONDS = 10.0
+_TERMINATE_AT_MOST_SECONDS = 20.0
 _POLL_SECONDS = (0.02, 0.25)
 _CHUNK_BYTES = 256 << 10
 
@@ -60,6 +61,7 @@ class ForeignEngine:
         self._ended = ended
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
+        self._accepting = False
         self._port = 0
         self._unix = False
         self.connections = 0
@@ -100,12 +102,13 @@ class ForeignEngine:
                 reason=Reason.HANDLER_FAILED,
             ) from error
         self._process = process
-        threading.Thread(target=self._watch, args=(process,), name="engine", daemon=True).start()
         try:
             self._wait_until_healthy(process, began)
         except BaseException:
             self._terminate()
             raise
+        self._accepting = True
+        threading.Thread(target=self._watch, args=(process,), name="engine", daemon=True).start()
         seconds = time.monotonic() - began
         log.info("engine started model=%s seconds=%.3f", self._setting.name, seconds)
         return {"mapSeconds": seconds}
@@ -170,11 +173,14 @@ class ForeignEngine:
             self._ended(status)
 
     def _terminate(self) -> None:
+        self._accepting = False
         process, self._process = self._process, None
         if process is None:
             return
         self._stopping = True
-        for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
+        limits = self._setting.spec.get("limits") or {}
+        seconds_to_end = min(float(limits.get("drainSeconds") or _TERMINATE_SECONDS), _TERMINATE_AT_MOST_SECONDS)
+        for number, seconds in ((signal.SIGTERM, seconds_to_end), (signal.SIGKILL, None)):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             try:
@@ -195,7 +201,7 @@ class ForeignEngine:
         self.connections += 1
         try:
             try:
-                if self._process is None:
+                if not self._accepting:
                     raise ConnectionRefusedError
                 engine = await (
                     asyncio.open_unix_connection(socket_path())

@@ -65,9 +65,9 @@ class Pretrained(Model):
             raise ImageError(subject, f"it has no values for {_some(missing)}", "use a checkpoint made for this task")
         if info["unexpected_keys"]:
             log.warning("tensors left out names=%s", _some(list(info["unexpected_keys"])))
-        if gguf:
+        if gguf and hasattr(module.config, "quantization_config"):
             del module.config.quantization_config
-        elif getattr(module.config, "quantization_config", None) is not None:
+        if getattr(module.config, "quantization_config", None) is not None:
             raise ImageError(subject, "its weights are quantized", "use a checkpoint with full weights, or a GGUF file")
         module.config.save_pretrained(self.assets)
         if getattr(module, "generation_config", None) is not None and module.can_generate():

@@ -1,0 +1,183 @@
+"""Foreign engines: a real HTTP server of somebody else's, started, spliced and stopped."""
+
+import asyncio
+import os
+import sys
+
+import aiohttp
+import pytest
+
+from omnimodel.errors import OmniError
+from omnimodel.protocol.process import Evict, Start, Wake
+from omnimodel.runtime.engines import Setting
+from omnimodel.runtime.engines.llamacpp import command_line
+from runtime.children import CommandFailed, exists, spec, until
+
+SERVER = """
+import http.server, os, signal, socketserver, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def do_GET(self):
+        body = ("healthy" if self.path == "/health" else os.environ.get("WORD", "?")).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/boom": os._exit(3)
+        if self.path == "/stream":
+            self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
+            try:
+                for i in range(100000):
+                    self.wfile.write(b"5\\r\\n%05d\\r\\n" % i); self.wfile.flush(); time.sleep(0.002)
+            except OSError:
+                print("client left", flush=True)
+            return
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+if "--slow" in sys.argv: time.sleep(3600)
+if "--stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("engine starts", os.getpid(), flush=True)
+Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+@pytest.fixture
+def started(new_child, script):
+    async def start(*arguments, **more):
+        child = new_child()
+        command = [sys.executable, str(script), "{port}", *arguments]
+        found = spec(engine="command", command=command, healthPath="/health", **more)
+        await child.command(Start(found, "", 0, 16 << 20, "host", 1))
+        child.connect()
+        return child
+
+    return start
+
+
+async def test_a_wake_starts_the_server_and_an_evict_stops_it(started):
+    child = await started()
+    status, answer = await child.post("/echo", data=b"x")
+    assert (status, answer["error"]["code"]) == (503, "not_resident")
+    for _ in range(2):
+        await child.command(Wake([]))
+        assert await child.post("/echo", data=b"hello") == (200, b"hello")
+        await child.command(Evict())
+        pids = [int(line.split()[-1]) for line in child.log().splitlines() if line.startswith("engine starts")]
+        assert not any(exists(pid) for pid in pids)
+        assert (await child.post("/echo", data=b"x"))[0] == 503
+
+
+async def test_large_bodies_pass_unchanged_both_ways(started):
+    child = await started()
+    await child.command(Wake([]))
+    body = os.urandom(16 << 20)
+    assert await child.post("/echo", data=body) == (200, body)
+    answers = await asyncio.gather(*(child.post("/echo", data=body[: 1000 * i]) for i in range(64)))
+    assert [answer for _, answer in answers] == [body[: 1000 * i] for i in range(64)]
+
+
+async def test_the_server_sees_a_client_leave_in_the_middle_of_a_stream(started):
+    child = await started()
+    await child.command(Wake([]))
+    async with child.session.post("/stream", data=b"") as response:
+        await response.content.readexactly(50)
+        response.close()
+    await until(lambda: "client left" in child.log())
+    await until(child.idle)
+
+
+async def test_the_environment_of_the_process_is_the_servers(started, monkeypatch):
+    child = await started()
+    await child.command(Wake([]))
+    async with child.session.get("/") as response:
+        assert await response.text() == "?"
+
+
+async def test_a_server_that_dies_ends_the_process_with_its_status(started):
+    child = await started()
+    await child.command(Wake([]))
+    with pytest.raises(aiohttp.ClientError):
+        await child.post("/boom", data=b"x")
+    await child.ended()
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(started, monkeypatch):
+    child = await started("--stubborn", limits={"drainSeconds": 0.3})
+    await child.command(Wake([]))
+    await child.command(Evict())
+    assert (await child.post("/echo", data=b"x"))[0] == 503
+
+
+async def test_a_server_that_is_not_healthy_in_time_is_stopped_and_named(started):
+    child = await started("--slow", limits={"loadDeadlineSeconds": 0.5})
+    with pytest.raises(CommandFailed, match="not healthy after") as failed:
+        await child.command(Wake([]))
+    assert failed.value.reply.reason == "LoadTimeout"
+    assert child.alive()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["/no/such/server"], "cannot be started: No such file"), ([sys.executable, "-c", "exit(4)"], "exit status 4")],
+)
+async def test_a_server_that_cannot_start_is_named(new_child, command, said):
+    child = new_child()
+    await child.command(Start(spec(engine="command", command=command, healthPath="/"), "", 0, 16 << 20, "host", 1))
+    with pytest.raises(CommandFailed, match=said):
+        await child.command(Wake([]))
+
+
+async def test_an_empty_command_and_an_unknown_engine_are_refused(new_child):
+    for found, said in (
+        (spec(engine="command", command=[]), "runtime.command is empty"),
+        (spec(engine="vllm"), "'vllm'"),
+    ):
+        with pytest.raises(CommandFailed, match=said):
+            await new_child().command(Start(found, "", 0, 16 << 20, "host", 1))
+
+
+async def test_a_stop_takes_the_server_along(started):
+    child = await started()
+    await child.command(Wake([]))
+    pid = int(child.log().split()[-1])
+    await child.stop()
+    assert not exists(pid)
+
+
+def setting(folder, **more):
+    return Setting(spec("llm", engine="llamacpp", task="text-generation", **more), folder, 0, 0, "host", 2)
+
+
+def test_the_llamacpp_server_is_started_on_the_only_gguf_file(tmp_path):
+    (tmp_path / "deep").mkdir()
+    model = tmp_path / "deep" / "model.gguf"
+    model.touch()
+    argv = command_line(setting(tmp_path, options={"contextTokens": 512}, args=["--n_batch", "64"]), 4711)
+    assert argv[1:7] == ["-m", "llama_cpp.server", "--model", str(model), "--model_alias", "llm"]
+    assert argv[argv.index("--port") + 1] == "4711"
+    assert argv[argv.index("--n_ctx") + 1] == "512"
+    assert argv[argv.index("--n_threads") + 1] == "2"
+    assert argv[-2:] == ["--n_batch", "64"]
+
+
+def test_a_llamacpp_source_without_or_with_two_files_is_refused(tmp_path):
+    with pytest.raises(OmniError, match="0 GGUF files"):
+        command_line(setting(tmp_path), 1)
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(OmniError, match="2 GGUF files"):
+        command_line(setting(tmp_path), 1)
