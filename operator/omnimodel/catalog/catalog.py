@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool, Resource
@@ -103,6 +104,11 @@ class Catalog:
     def pools(self) -> tuple[OmniPool, ...]:
         """The pools, by namespace and name."""
         return tuple(item for item in self.objects if isinstance(item, OmniPool))
+
+    @cached_property
+    def items(self) -> Mapping[Key, Resource | ConfigObject]:
+        """Everything there is, by key."""
+        return {**{key_of(item): item for item in self.objects}, **self.configs}
 
     def pool_of(self, model: OmniModel) -> OmniPool | None:
         """The pool that a model names: of its own namespace, else of namespace `default`.

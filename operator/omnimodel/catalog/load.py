@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from omnimodel.api import Resource
-from omnimodel.catalog.catalog import Catalog, ConfigObject, Identity, Key, Source, key_of, spec_digest
+from omnimodel.catalog.catalog import Catalog, ConfigObject, Identity, Key, Source, spec_digest
 from omnimodel.catalog.reading import files_of, read_manifests, read_text, twice
 from omnimodel.errors import ManifestError
 
@@ -97,10 +97,10 @@ def _read(name: str, before: Catalog, errors: list[ManifestError]) -> tuple[Sour
 
 def _kept(name: str, before: Catalog) -> list[_Claim]:
     source = before.files.get(name)
-    keys = set(source.keys) if source else set()
-    items: list[tuple[Key, Resource | ConfigObject]] = [(key_of(item), item) for item in before.objects]
-    items += list(before.configs.items())
-    return [_Claim(key, item, name, int(before.places[key].rpartition(":")[2])) for key, item in items if key in keys]
+    return [
+        _Claim(key, before.items[key], name, int(before.places[key].rpartition(":")[2]))
+        for key in (source.keys if source else ())
+    ]
 
 
 def _settle(claims: Sequence[_Claim], before: Catalog) -> tuple[dict[Key, _Claim], list[ManifestError]]:
