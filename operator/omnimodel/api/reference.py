@@ -89,10 +89,9 @@ def generate() -> str:
     text = _HEAD.replace("@ARGUMENTS@", _arguments())
     for kind in (OmniModel, OmniPool):
         for path, part in _parts(kind):
-            text += "".join(
-                f"| {kind.__name__} | `{'.'.join(path) or 'spec'}`: {rule.problem} | {rule.cure} |\n"
-                for rule in part.rules
-            )
+            for rule in part.rules:
+                where = ".".join((*path, rule.field) if rule.field else path)
+                text += f"| {kind.__name__} | `{where}`: {rule.problem} | {rule.cure} |\n"
     text += "\n## metadata\n\n" + _table(Metadata, ("name", "namespace", "labels", "annotations"))
     for kind in (OmniModel, OmniPool):
         text += f"\n## {kind.__name__}\n\n{_sentence(kind)}\n"
