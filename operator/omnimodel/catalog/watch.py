@@ -71,7 +71,6 @@ async def _bell(root: Path) -> AsyncGenerator[None]:
             debounce=DEBOUNCE_MILLISECONDS,
             rust_timeout=LOOK_MILLISECONDS,
             yield_on_timeout=True,
-            raise_interrupt=False,
         )
         waiting = asyncio.ensure_future(anext(notices))
         try:
