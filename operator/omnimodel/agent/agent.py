@@ -190,7 +190,7 @@ class Agent:
 
     def _instance(self, spec: dict[str, Any], name: str) -> Instance:
         assert self._broker is not None
-        return Instance(name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._broker.on_exit)
+        return Instance(name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited)
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
         assert self._broker is not None

@@ -176,7 +176,7 @@ class Broker:
             working_bytes=instance.working_bytes,
             valid_bytes=self._valid_bytes(instance),
             resident=instance.state is State.RESIDENT and not instance.leaving,
-            draining=instance.draining,
+            draining=instance.draining or instance.name in self._moves,
             in_flight=line.in_flight,
             queue=tuple(waiter.arrived_seconds for waiter in line.waiting),
             background=sum(waiter.background for waiter in line.waiting),
@@ -187,7 +187,7 @@ class Broker:
             resident_since=instance.woken_seconds,
             min_resident_until=instance.woken_seconds + residency.min_resident_seconds,
             min_resident_seconds=residency.min_resident_seconds,
-            keep_resident=residency.keep_resident and instance.verified,
+            keep_resident=residency.keep_resident and instance.verified and not instance.removed,
             freezable=instance.freezable,
             frozen_bytes=instance.working_bytes if frozen else 0,
             frozen_since=instance.frozen_since_seconds if frozen else None,
@@ -198,7 +198,12 @@ class Broker:
 
     def _loadable(self, instance: Instance, now: float) -> bool:
         """Whether a wake can be tried now. Sizes that are not known yet are measured one model at a time."""
-        if instance.prepared is None or instance.name in self._moves or now < instance.retry_at_seconds:
+        if (
+            instance.prepared is None
+            or instance.removed
+            or instance.name in self._moves
+            or now < instance.retry_at_seconds
+        ):
             return False
         return instance.measured or self._measuring in {None, instance.name}
 
@@ -297,7 +302,7 @@ class Broker:
         step = idle_steps(now, models, self.idle_constants)
         for name in sorted({*step.evict, *step.stop}):
             instance = self.instances[name]
-            self._move(instance, self._go_down(instance, step.reasons[name], stop=name in step.stop))
+            self._step_off(instance, step.reasons[name], stop=name in step.stop)
         return step.look_again_at
 
     # Moving
@@ -339,9 +344,14 @@ class Broker:
         why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
         return self._move(instance, self._leave(instance, freeze=freeze, why=why))
 
-    async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
+    def _step_off(self, instance: Instance, why: str, *, stop: bool) -> asyncio.Task[None]:
+        """Take an instance without requests off the device, and with `stop` end its process."""
         if instance.state is State.RESIDENT:
             instance.leaving, instance.freezing = True, False
+        return self._move(instance, self._go_down(instance, why, stop=stop))
+
+    async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
+        if instance.state is State.RESIDENT:
             await self._leave(instance, freeze=False, why=why)
         if stop and instance.state is State.WARM:
             await instance.stop(why)
@@ -526,7 +536,7 @@ class Broker:
             if instance.state is State.WARM and not instance.line.busy and instance.name not in self._moves
         ]
         for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
-            self._move(instance, self._go_down(instance, "host memory is short", stop=True))
+            self._step_off(instance, "host memory is short", stop=True)
             short_bytes -= instance.private_bytes
             if short_bytes <= 0:
                 return
@@ -588,7 +598,13 @@ class Broker:
         finally:
             instance.draining = False
         if instance.state is State.RESIDENT:
-            await self._move(instance, self._go_down(instance, why, stop=False))
+            await self._step_off(instance, why, stop=False)
+
+    async def stop(self, instance: Instance, why: str) -> None:
+        """Take an idle instance off the device and end its process; a request that comes starts a new one."""
+        await self.settle(instance)
+        if instance.process is not None and not instance.line.in_flight:
+            await self._step_off(instance, why, stop=True)
 
     async def remove(self, instance: Instance, why: str, drain_seconds: float) -> None:
         """Take an instance away for good: its requests finish, its process goes, its bytes are free."""
@@ -601,7 +617,7 @@ class Broker:
             log.warning("drain_late model=%s in_flight=%d", instance.name, instance.line.in_flight)
         await self.settle(instance)
         if instance.state is State.RESIDENT:
-            await self._move(instance, self._go_down(instance, why, stop=True))
+            await self._step_off(instance, why, stop=True)
         elif instance.process is not None:
             await instance.stop(why)
         await instance.kill()

@@ -17,6 +17,7 @@ from omnimodel.protocol.dispatch import Estimate, Hold, InferenceRequest, Infere
 if TYPE_CHECKING:
     from omnimodel.agent.instance import Instance
     from omnimodel.agent.line import Waiter
+    from omnimodel.agent.process import ModelProcess
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 
@@ -52,29 +53,44 @@ class Ingress:
         allowed = min(own, request.deadline_seconds) if request.deadline_seconds else own
         deadline = asyncio.get_running_loop().time() + allowed
         began = time.monotonic()
-        waiter = instance.line.arrive(began, background=request.priority == "background")
-        instance.admit()
-        try:
-            await self._admission(waiter, instance, deadline, allowed)
-            instance = waiter.line.instance
-            waited_seconds = time.monotonic() - began
-            hold = Hold(
-                waited_seconds=waited_seconds,
-                reason=instance.waited_for(began, waited_seconds),
-                wake_seconds=instance.last_wake_seconds if instance.woken_seconds > began else 0.0,
-            )
-            line = waiter.line
+        while True:
+            waiter = instance.line.arrive(began, background=request.priority == "background")
+            instance.admit()
             try:
-                async with self._forward(instance, request, hold, deadline, allowed) as response:
-                    yield response
-            except DispatchError:
-                line.failed += 1
+                await self._admission(waiter, instance, deadline, allowed)
+                instance = waiter.line.instance
+                response = await self._send(instance, request, deadline, allowed)
+                break
+            except _NotSentError as error:  # its process died before it could take the request: the next one will
+                await instance.ended(error.process)
+                waiter.leave()
+                instance.check_room_in_line()
+            except BaseException as error:
+                waiter.line.failed += isinstance(error, DispatchError)
+                waiter.leave()
                 raise
+        line = waiter.line
+        try:
+            hold = self._hold(instance, began)
+            async with self._received(instance, response, hold, deadline, allowed) as answer:
+                yield answer
             line.served += 1
+        except DispatchError:
+            line.failed += 1
+            raise
         finally:
             instance.idle_seconds = time.monotonic()
             instance.last_request_seconds = time.time()
             waiter.leave()
+
+    @staticmethod
+    def _hold(instance: Instance, began: float) -> Hold:
+        waited_seconds = time.monotonic() - began
+        return Hold(
+            waited_seconds=waited_seconds,
+            reason=instance.waited_for(began, waited_seconds),
+            wake_seconds=instance.last_wake_seconds if instance.woken_seconds > began else 0.0,
+        )
 
     async def _admission(self, waiter: Waiter, instance: Instance, deadline: float, allowed: float) -> None:
         if waiter.admitted.done():
@@ -93,16 +109,15 @@ class Ingress:
                 retry_after_seconds=max(1.0, math.ceil(instance.expected_wake_seconds())),
             ) from None
 
-    @asynccontextmanager
-    async def _forward(
-        self, instance: Instance, request: InferenceRequest, hold: Hold, deadline: float, allowed: float
-    ) -> AsyncIterator[InferenceResponse]:
-        process = instance.process
-        if process is None or instance.session is None:
+    async def _send(
+        self, instance: Instance, request: InferenceRequest, deadline: float, allowed: float
+    ) -> aiohttp.ClientResponse:
+        process, session = instance.process, instance.session
+        if process is None or session is None:
             raise instance.refusal()
         try:
             async with asyncio.timeout_at(deadline):
-                response = await instance.session.request(
+                return await session.request(
                     request.method,
                     f"http://model{request.path}",
                     headers=request.headers,
@@ -111,8 +126,19 @@ class Ingress:
                 )
         except TimeoutError:
             raise _overran(instance, allowed) from None
+        except aiohttp.ClientConnectorError as error:
+            raise _NotSentError(process) from error
         except (aiohttp.ClientError, OSError) as error:
             raise await instance.failure_of(process, error) from error
+
+    @asynccontextmanager
+    async def _received(
+        self, instance: Instance, response: aiohttp.ClientResponse, hold: Hold, deadline: float, allowed: float
+    ) -> AsyncIterator[InferenceResponse]:
+        process = instance.process
+        if process is None:
+            response.close()
+            raise instance.refusal()
 
         async def body() -> AsyncIterator[bytes]:
             left = instance.limits.response_bytes
@@ -143,6 +169,14 @@ class Ingress:
             # A connection whose answer was not read to its end is closed, which is how the process learns
             # that nobody waits for it any more.
             response.release() if response.content.at_eof() else response.close()
+
+
+class _NotSentError(Exception):
+    """A process took no connection, so that nothing of the request has reached it."""
+
+    def __init__(self, process: ModelProcess) -> None:
+        super().__init__()
+        self.process = process
 
 
 def _overran(instance: Instance, allowed: float) -> DispatchError:

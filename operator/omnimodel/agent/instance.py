@@ -240,7 +240,7 @@ class Instance:
     @property
     def wanted(self) -> bool:
         """Whether somebody wants it resident."""
-        return bool(
+        return not self.removed and bool(
             self.line.waiting
             or self.frozen_since_seconds is not None
             or self.wanted_since_seconds is not None
@@ -325,6 +325,12 @@ class Instance:
         if self.woken_seconds > since_seconds:
             return "wake"
         return "queue" if waited_seconds > _NOTICEABLE_SECONDS else "none"
+
+    async def ended(self, process: ModelProcess) -> None:
+        """Wait until a process that does not take connections is seen to be gone; not for long."""
+        watch = self._watch
+        if self.process is process and watch is not None:
+            await asyncio.wait([watch], timeout=_STOP_SECONDS)
 
     async def failure_of(self, process: ModelProcess, error: BaseException) -> DispatchError:
         """Why a connection to the process broke: it died (and of what), or it closed the connection."""
@@ -468,6 +474,7 @@ class Instance:
     async def _watch_exit(self, process: ModelProcess) -> None:
         ended = await asyncio.shield(process.exited)
         session, self.session, self.process = self.session, None, None
+        self.set_state(State.STOPPING, "its process has ended")
         if session is not None:
             await session.close()
         self.frozen_since_seconds = None

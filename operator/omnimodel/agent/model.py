@@ -31,9 +31,9 @@ WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: o
 _PROBE_SECONDS = 120.0
 
 
-def working_from_measured(private_bytes: int) -> int:
-    """The working memory a model is granted, from what its process was measured to hold after its first answer."""
-    wanted = private_bytes + private_bytes // 4 + WORKING_HEADROOM_BYTES
+def working_from_measured(peak_bytes: int) -> int:
+    """The working memory a model is granted, from the most that its process held until its first answer."""
+    wanted = peak_bytes + peak_bytes // 4 + WORKING_HEADROOM_BYTES
     return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
 
 
@@ -196,17 +196,23 @@ class Model:
         """
         waiter = instance.line.arrive(time.monotonic(), system=True)
         self._broker.kick()
+        renew = False
         try:
             await waiter.admitted
             self._say("probing")
             await self._probe(instance)
             await self._broker.measure(instance)
             if not instance.measured:
-                self._broker.learn_working(instance, working_from_measured(instance.private_bytes))
+                peak_bytes = instance.process.group.peak_bytes() if instance.process else None
+                measured_bytes = max(peak_bytes or 0, instance.private_bytes)
+                self._broker.learn_working(instance, working_from_measured(measured_bytes))
                 Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
+                renew = not instance.spec["limits"]["memoryBytes"]
         finally:
             self._broker.end_measuring(instance)
             waiter.leave()
+        if renew:  # the process still has the grant for its limit; the next one has what was measured
+            await self._broker.stop(instance, "its size is known now")
         instance.verified = True
         instance.recovered()
         if instance.residency.preload:

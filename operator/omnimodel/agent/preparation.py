@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.sources import Sources
+from omnimodel.errors import SourceError
 from omnimodel.memory.disk import write_atomically
 from omnimodel.memory.store import Store
 from omnimodel.protocol.process import Publish
@@ -146,9 +148,12 @@ class Preparation:
 
     async def _fetch(self, subject: str, spec: dict[str, Any], report: Report) -> Path:
         report("fetching", -1.0)
-        return await self._sources.fetch(
+        source = await self._sources.fetch(
             subject, spec["source"], lambda done, total: report("fetching", done / total if total else -1.0)
         )
+        if os.geteuid() == 0 and spec["identity"]["uid"]:
+            await asyncio.to_thread(_check_readable, subject, source)
+        return source
 
     async def _publish(
         self, subject: str, spec: dict[str, Any], dtype: str, source: Path, environment: Path | None, report: Report
@@ -181,6 +186,18 @@ class Preparation:
                 process.kill()
                 await process.released
             return await asyncio.to_thread(self.store.commit, staging, key)
+
+
+def _check_readable(subject: str, source: Path) -> None:
+    """Raise when a source is closed to the user that the model's process will be."""
+    for path in itertools.chain([source], source.rglob("*") if source.is_dir() else ()):
+        wanted = 0o005 if path.is_dir() else 0o004
+        if path.stat().st_mode & wanted != wanted:
+            raise SourceError(
+                subject,
+                f"its source {path} cannot be read by the model, whose process has a user of its own",
+                f"run chmod -R o+rX {source}",
+            )
 
 
 def image_key(spec: dict[str, Any], dtype: str) -> str:

@@ -1,0 +1,21 @@
+import pytest_asyncio
+from agent.world import World
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running(tmp_path_factory):
+    """One agent for all tests of a module: its zygote takes seconds to start."""
+    world = World(tmp_path_factory.mktemp("agent"))
+    await world.agent.start()
+    yield world
+    await world.agent.stop(5.0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(running):
+    """The module's agent without any models."""
+    yield running
+    await running.apply()
+    await running.until(lambda: not running.broker.instances, "all models are gone")
+    running.check_ledger()
+    assert not running.broker.memory.frames.owners()
