@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance, State
-from omnimodel.errors import DispatchError, OmniError, Reason
+from omnimodel.errors import DispatchError, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleConstants, IdleModel, idle_steps
 from omnimodel.placement.residency import next_step
@@ -35,6 +35,8 @@ _RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
 _RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
 _ACCOUNTING_SECONDS = 1.0
 _COPY_SECONDS = 120.0  # no image takes that long to copy
+_FREED_SECONDS = 15.0  # from a kill to the free frames
+_AHEAD_SHARE = 0.5  # of the budget that frames are made for at boot, in the background
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Broker:
         self._tasks = [
             asyncio.create_task(self._run(), name="broker"),
             asyncio.create_task(self._account(), name="accounting"),
+            asyncio.create_task(self._create_ahead(), name="frames"),
         ]
 
     async def close(self) -> None:
@@ -105,6 +108,14 @@ class Broker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*self._moves.values(), return_exceptions=True)
+
+    async def _create_ahead(self) -> None:
+        """Make frames before anybody waits for them: fresh pages cost more than the copy into them."""
+        count = int(self.budget_bytes * _AHEAD_SHARE) // self.memory.device.frame_bytes
+        try:
+            await self.memory.frames.create_ahead(count)
+        except LedgerError as error:
+            log.warning("frames_not_made error=%r", str(error))
 
     # Deciding
 
@@ -409,7 +420,7 @@ class Broker:
         copy_seconds = 0.0
         frames: tuple[Frame, ...] = ()
         try:
-            account.promise(instance.name, prepared.frame_count, max(0, instance.working_bytes - held_before))
+            await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
             await pool.make_room(worth_of)
             if image is None or not prepared.frame_count:
                 account.grant(instance.name)
@@ -417,9 +428,7 @@ class Broker:
                 async with self.memory.arena.staged(image, worth_of) as staged:
                     allocation = pool.take(instance.name, image.digest, worth_of)
                     frames = allocation.frames
-                    copy = await asyncio.to_thread(self.memory.device.copy, staged, frames, valid=allocation.valid)
-                    copy_seconds = await asyncio.to_thread(copy.wait, _COPY_SECONDS)
-                pool.arrived(allocation)
+                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS)
                 self._learn_rate(allocation.missing * self.memory.device.frame_bytes, copy_seconds)
         except (OmniError, TimeoutError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
@@ -448,6 +457,22 @@ class Broker:
         self.swaps += 1
         self._tell(instance, "Woken", instance.message)
         instance.admit()
+
+    async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
+        """Have the bytes of a wake set aside. Victims were told to leave, but one that is killed takes a moment.
+
+        Raises:
+            LedgerError: they did not come free.
+        """
+        deadline = time.monotonic() + _FREED_SECONDS
+        while True:
+            try:
+                self.memory.ledger.device.promise(instance.name, frame_count, working_bytes)
+                return
+            except LedgerError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.01)
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
         """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
@@ -529,7 +554,10 @@ class Broker:
             self._relieve_host(private_bytes)
 
     def _relieve_host(self, short_bytes: int) -> None:
-        """Stop the warm process that is missed least, since host memory is short."""
+        """Give up images of the arena, then the warm processes that are missed least, since host memory is short."""
+        short_bytes -= self.memory.arena.give_up(short_bytes, self._worth_of_image)
+        if short_bytes <= 0:
+            return
         warm = [
             instance
             for instance in self.instances.values()
