@@ -1,0 +1,132 @@
+"""What the cluster needs of the machine it runs on: processes, links, cgroups, free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """A process for ever: a pid may be used again, but not with the same start time."""
+
+    pid: int
+    started: int  # clock ticks since boot
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """The live process with this pid; None if there is none, or only a zombie."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    def alive(self) -> bool:
+        return Process.of(self.pid) == self
+
+    def children(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def name(self) -> str:
+        return Path(f"/proc/{self.pid}/comm").read_text().strip()
+
+    def resident(self) -> int | None:
+        """MiB of memory (of nsenter: that of the program it waits for); None if it is dead."""
+        try:
+            pid = self.children()[0] if self.name() == "nsenter" else self.pid
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return None
+        return pages * os.sysconf("SC_PAGE_SIZE") >> 20 if self.alive() else None
+
+    def kill(self, seconds: float = 15) -> None:
+        """Ends it at once, and waits until it is gone."""
+        deadline = time.monotonic() + seconds
+        if self.alive():
+            os.kill(self.pid, signal.SIGKILL)
+        while self.alive():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} does not end")
+            time.sleep(0.02)
+        with contextlib.suppress(ChildProcessError):  # it need not be a child of this program
+            os.waitpid(self.pid, os.WNOHANG)
+
+
+def add_link(init: int) -> int:
+    """Links the machine to the sandbox of that first process: interface omniN here, eth0 in there.
+
+    The number N is the first one free, and this side has the address 10.203.N.1.
+    """
+    for number in range(256):
+        name = f"omni{number}"
+        if Path(f"/sys/class/net/{name}").exists() or not _unused(number):
+            continue
+        pair = ["type", "veth", "peer", "name", "eth0", "netns", str(init)]
+        command = ["ip", "link", "add", name, *pair]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if "File exists" in done.stderr:
+            continue  # another cluster was faster
+        done.check_returncode()
+        subprocess.run(["ip", "address", "add", f"10.203.{number}.1/30", "dev", name], check=True)
+        subprocess.run(["ip", "link", "set", name, "up"], check=True)
+        return number
+    raise RuntimeError("256 clusters run already")
+
+
+def _unused(number: int) -> bool:
+    """Whether no cluster has this number; what one left behind that was killed is removed."""
+    for group in cgroups(number):
+        for folder, _, _ in os.walk(group, topdown=False):
+            try:
+                os.rmdir(folder)
+            except OSError:  # processes are in it
+                return False
+    return True
+
+
+def wait_for_link_to_go(number: int, seconds: float = 10) -> None:
+    """The kernel takes a dead sandbox apart in its own time."""
+    deadline = time.monotonic() + seconds
+    while Path(f"/sys/class/net/omni{number}").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"omni{number} stays: does a shell still run in the sandbox?")
+        time.sleep(0.02)
+
+
+def cgroups(number: int) -> Iterator[Path]:
+    """The sandbox's cgroup in each hierarchy, of version 1 or 2."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, kind = line.split()[4], line.split(" - ")[1].split()[0]
+        if kind in ("cgroup", "cgroup2"):
+            yield Path(place) / f"omni{number}"
+
+
+def remove_cgroup(group: Path, seconds: float = 10) -> None:
+    """Removes a cgroup and all below it; each stays busy until its last process is quite gone."""
+    deadline = time.monotonic() + seconds
+    for folder, _, _ in os.walk(group, topdown=False):
+        while True:
+            try:
+                os.rmdir(folder)
+                break
+            except FileNotFoundError:
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
