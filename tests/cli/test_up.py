@@ -124,9 +124,11 @@ def leftovers(state_dir: Path, processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def groups() -> set[str]:
-    """Control groups of OmniModel on this machine."""
-    return {str(path) for root in ("/sys/fs/cgroup",) for path in Path(root).rglob("*omni*") if path.is_dir()}
+def groups(up: Up) -> list[Path]:
+    """Control groups of its models, and the groups above that all of them are in."""
+    items = json.loads(up.omni("get", "processes", "-o", "json").stdout)["items"]
+    paths = [Path(path) for item in items for path in (item["status"].get("cgroup") or "").split(",") if path]
+    return [*paths, *{path.parent for path in paths}]
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +243,7 @@ def test_ctrl_c_lets_a_request_finish_and_leaves_nothing(place: Path, up: Up) ->
         up.ready()
         write_linear(place / "catalog", "slow", place / "weights.safetensors", sleep_seconds=3.0)
         until(lambda: up.value("slow") == 6.0, "the slow model")
-        before = groups()
+        control_groups = groups(up)
         answers: list[float | None] = []
         asking = threading.Thread(target=lambda: answers.append(up.value("slow")))
         asking.start()
@@ -252,7 +254,7 @@ def test_ctrl_c_lets_a_request_finish_and_leaves_nothing(place: Path, up: Up) ->
         asking.join(DEADLINE_SECONDS)
         assert answers == [6.0]
         assert leftovers(up.state_dir, processes) == []
-        assert not {group for group in before & groups() if str(up.process.pid) in group}
+        assert [path for path in control_groups if path.exists()] == []
         assert "Traceback" not in "".join(up.messages)
         (place / "catalog" / "slow.yaml").unlink()
 

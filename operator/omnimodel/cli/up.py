@@ -108,7 +108,11 @@ def command(
     options = Options(
         folder.resolve(), state_dir.resolve(), host, port, pool, memory, drain_seconds, form, bool(context.obj)
     )
-    asyncio.run(serve(options))
+    try:
+        asyncio.run(serve(options))
+    finally:
+        # An interpreter that ends gives SIGINT its default back, and one Ctrl-C too many would look like a failure.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 async def serve(options: Options) -> None:
