@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+# asyncio takes a connect that found the backlog of a UNIX socket full for one that succeeded, and fails at the first
+# byte. So there is room for more than a gateway ever sends at once; the kernel cuts it to net.core.somaxconn.
+BACKLOG = 4096
 READY_PATH = "/v2/health/ready"
 LIVE_PATH = "/v2/health/live"
 

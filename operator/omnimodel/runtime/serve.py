@@ -25,7 +25,7 @@ from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.protocol.process import Envelope, Evict, Ping, Progress, Publish, Reply, Start, Stop, Wake, encode
 from omnimodel.runtime import engines
 from omnimodel.runtime.allocator import bound_retention
-from omnimodel.runtime.application import Traffic, application
+from omnimodel.runtime.application import BACKLOG, Traffic, application
 from omnimodel.runtime.engines.foreign import ForeignEngine
 from omnimodel.runtime.handlers import detail_of
 
@@ -226,7 +226,7 @@ class _Process:
             application(traffic, engine.routes()), handler_cancellation=True, access_log=None, handle_signals=False
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, shutdown_timeout=0.5).start()
+        await web.SockSite(self._runner, listener, shutdown_timeout=0.5, backlog=BACKLOG).start()
 
     def _progress(self) -> Any:
         last: dict[str, Any] = {"stage": "", "seconds": 0.0}

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.errors import OmniError, ProcessError, Reason
+from omnimodel.runtime.application import BACKLOG
 from omnimodel.runtime.engines.listeners import listens_for
 from omnimodel.runtime.requests import NOT_RESIDENT, RequestError
 
@@ -195,7 +196,7 @@ class ForeignEngine:
 
     async def listen(self, listener: socket.socket) -> asyncio.Server:
         """Take connections from the model's socket."""
-        return await asyncio.start_unix_server(self._serve, sock=listener)
+        return await asyncio.start_unix_server(self._serve, sock=listener, backlog=BACKLOG)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
