@@ -58,6 +58,10 @@ def condition(controller: LocalController, name: str, kind: str = "Ready") -> tu
     return "", "", ""
 
 
+def _told(agent: StandInAgent, reason: Reason) -> list[str]:
+    return [event.message for _, event in agent.events._events if event.reason == reason]
+
+
 async def test_a_new_file_becomes_a_process(folder: Path) -> None:
     agent = StandInAgent()
     async with controlling(folder, agent) as controller:
@@ -113,7 +117,7 @@ async def test_a_broken_file_changes_nothing_and_its_error_is_shown(folder: Path
         assert "python" in errors[0]["message"]
         assert (agent.names, len(agent.applied)) == (["default/words"], count)
         assert condition(controller, "words")[0] == "True"
-        told = [event async for event in controller.events(follow=False) if event.reason == Reason.INVALID_MANIFEST]
+        told = await until(lambda: _told(agent, Reason.INVALID_MANIFEST), "the event")
         assert len(told) == 1
         write_model(folder, "words", flavour="corrected")
         await until(lambda: not controller.status_lines()["errors"], "the error to go")
