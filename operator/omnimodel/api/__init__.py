@@ -12,7 +12,7 @@ from omnimodel.api.parse import KINDS, Place, parse, validate
 from omnimodel.api.pool import OmniPool, PoolSpec, Volume
 from omnimodel.api.priority import PRIORITIES, priority_number
 from omnimodel.api.process import OmniProcess, ProcessLimits, ProcessSpec, ProcessStatus
-from omnimodel.api.status import Footprint, IsolationStatus, ModelStatus, PoolStatus, ResidencyEntry
+from omnimodel.api.status import Footprint, IsolationStatus, ModelStatus, PodEntry, PoolStatus, ResidencyEntry
 
 __all__ = [
     "API_VERSION",
@@ -33,6 +33,7 @@ __all__ = [
     "OwnerReference",
     "Part",
     "Place",
+    "PodEntry",
     "PoolSpec",
     "PoolStatus",
     "ProcessLimits",

@@ -26,12 +26,15 @@ from omnimodel.api.runtime import Runtime
 from omnimodel.api.tree import fields
 
 SIZE_LIMIT_BYTES = 262_144  # of an annotation, which is where `kubectl apply` keeps a whole object
+# Raise it with every change of a schema that controllers or agents rely on: they refuse to work with an older one.
+SCHEMA_VERSION = 1
+SCHEMA_LABEL = f"{GROUP}/schema-version"
 MAX_ITEMS = 1024
 MAX_PROPERTIES = 256
 _PRESERVE = {"x-kubernetes-preserve-unknown-fields": True}
 _SHORT_NAMES = {OmniModel: ["om"], OmniPool: ["opool"], OmniProcess: ["oproc"]}
 # Lists that are maps: entries are merged by key, and a second one of the same key is refused.
-_LIST_KEYS = {"conditions": "type", "residency": "pod", "mounts": "name", "volumes": "name"}
+_LIST_KEYS = {"conditions": "type", "residency": "pod", "pods": "pod", "mounts": "name", "volumes": "name"}
 _READY = '.status.conditions[?(@.type=="Ready")].status'
 
 Columns = list[tuple[str, str, str, int]]  # name, type, path, priority
@@ -84,7 +87,10 @@ def definition(kind: type[Resource]) -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{kind.plural}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "omnimodel"}},
+        "metadata": {
+            "name": f"{kind.plural}.{GROUP}",
+            "labels": {"app.kubernetes.io/part-of": "omnimodel", SCHEMA_LABEL: str(SCHEMA_VERSION)},
+        },
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",

@@ -110,6 +110,7 @@ class ProcessSpec(Part):
     metadata: dict[str, Any] = Field(description="Free fields for /v1/models.")
     suspend: bool = Field(description="Whether the model is stopped.")
     isolation_level: str = Field(description="The minimum.")
+    pods: list[str] = Field(default_factory=list, description="Pods of the pool that hold the model, in a cluster.")
     hash: str = Field(description="SHA-256 of what concerns the process: another one means a new process.")
     publish_hash: str = Field(description="SHA-256 of what concerns the image: another one means a new image.")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from omnimodel.api.fields import choice, number, plain, whole
+from omnimodel.api.fields import Flag, choice, number, plain, whole
 from omnimodel.api.meta import Condition, Observed, Time
 
 Tier = Annotated[Literal["resident", "warm", "parked", "cold"], choice("resident", "warm", "parked", "cold")]
@@ -25,6 +25,9 @@ class ResidencyEntry(Observed):
     phase: Annotated[str, plain(32)] = Field(
         default="", description="What is being done with it: publishing, waking, serving ...", examples=["serving"]
     )
+    ready: Flag = Field(
+        default=False, description="Whether this pod serves the model, or can wake it.", examples=[True]
+    )
     progress: Annotated[float, number(-1, 1)] = Field(
         default=-1, description="Share of the phase that is done; below 0 when unknown.", examples=[0.4]
     )
@@ -33,6 +36,8 @@ class ResidencyEntry(Observed):
     host_bytes: ByteCount = Field(
         default=0, description="Host memory it holds: arena and private memory.", examples=[301989888]
     )
+    weights_bytes: ByteCount = Field(default=0, description="Bytes of its image, as measured.", examples=[269484032])
+    working_bytes: ByteCount = Field(default=0, description="Working memory at its peak.", examples=[67108864])
     pid: Counter = Field(default=0, description="Its process; 0 for none.", examples=[4711])
     since: Time = Field(default="", description="When it came to this tier.", examples=["2026-11-29T12:00:00Z"])
     last_request: Time = Field(default="", description="When it was asked last.", examples=["2026-11-29T12:00:00Z"])
@@ -96,6 +101,31 @@ class IsolationStatus(Observed):
     )
 
 
+class PodEntry(Observed):
+    """One pod's word on its device; only that pod's agent writes it."""
+
+    pod: Annotated[str, plain(253, empty=False)] = Field(description="Name of the pod.", examples=["default-0"])
+    ready: Flag = Field(default=False, description="Whether it can serve models.", examples=[True])
+    reason: Annotated[str, plain(128)] = Field(default="", description="Why not, one word.", examples=[""])
+    message: Annotated[str, plain(4096)] = Field(default="", description="Why not, one sentence.", examples=[""])
+    device: Annotated[str, plain(128)] = Field(default="", description="What its device is.", examples=["cpu"])
+    budget_bytes: ByteCount = Field(default=0, description="Device memory for models.", examples=[536870912])
+    resident_bytes: ByteCount = Field(default=0, description="Device memory that models hold.", examples=[402653184])
+    promised_bytes: ByteCount = Field(default=0, description="Device memory promised to wakes.", examples=[0])
+    working_bytes: ByteCount = Field(default=0, description="Working memory of resident models.", examples=[67108864])
+    free_bytes: ByteCount = Field(default=0, description="Device memory that is free.", examples=[67108864])
+    footprint_bytes: ByteCount = Field(default=0, description="Footprints of its models.", examples=[1610612736])
+    host_budget_bytes: ByteCount = Field(default=0, description="Its host memory.", examples=[4294967296])
+    host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])
+    arena_bytes: ByteCount = Field(default=0, description="Of it, the images that wait.", examples=[805306368])
+    isolation: IsolationStatus | None = Field(
+        default=None, description="The isolation it reached.", examples=[{"level": "namespaces"}]
+    )
+    images: list[Annotated[str, plain(128)]] = Field(
+        default_factory=list, max_length=1000, description="Images in its store, by publish hash.", examples=[["3fb0"]]
+    )
+
+
 class PoolStatus(Observed):
     """What the system says about a pool."""
 
@@ -130,4 +160,10 @@ class PoolStatus(Observed):
     )
     isolation: IsolationStatus | None = Field(
         default=None, description="The isolation reached.", examples=[{"level": "namespaces"}]
+    )
+    pods: list[PodEntry] = Field(
+        default_factory=list,
+        max_length=1000,
+        description="One entry a pod of a cluster.",
+        examples=[[{"pod": "default-0", "ready": True}]],
     )

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, Resource
 from omnimodel.catalog import Catalog, watch
-from omnimodel.controllers import local_status
 from omnimodel.controllers.local_backend import RefusedModel
 from omnimodel.controllers.local_snapshot import Desired, Snapshot, decide, other_pool
 from omnimodel.controllers.local_state import IdentityFile
+from omnimodel.controllers.status import Refusal, model_status, pool_status, process_status
 from omnimodel.errors import ManifestError, OmniError, Reason
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport
@@ -235,10 +235,7 @@ class LocalController:
             case "OmniPool":
                 found = [self._pool_object(pool, desired, report) for pool in desired.pools]
             case "OmniProcess":
-                found = [
-                    _whole(process, local_status.process_status(by_key.get(process.key)))
-                    for process in desired.processes
-                ]
+                found = [_whole(process, process_status(by_key.get(process.key))) for process in desired.processes]
             case _:
                 found = []
         return sorted(found, key=lambda item: (item["metadata"].get("namespace", ""), item["metadata"]["name"]))
@@ -246,7 +243,7 @@ class LocalController:
     def _model(
         self, model: OmniModel, model_report: ModelReport | None, desired: Desired, report: AgentReport
     ) -> dict[str, Any]:
-        status = local_status.model_status(
+        status = model_status(
             generation=model.metadata.generation,
             pod=report.pool.node,
             report=model_report,
@@ -266,8 +263,8 @@ class LocalController:
         assigned = [model for model in desired.models if model.spec.pool == name and model.key not in desired.refused]
         refusal = None
         if not served:
-            refusal = local_status.Refusal(Reason.POOL_NOT_FOUND, other_pool(name, desired.pool))
-        status = local_status.pool_status(
+            refusal = Refusal(Reason.POOL_NOT_FOUND, other_pool(name, desired.pool))
+        status = pool_status(
             generation=pool.metadata.generation,
             report=report.pool if served else None,
             models=len(assigned),

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from omnimodel.api import OmniModel
-from omnimodel.controllers.local_status import Refusal
+from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.protocol.dispatch import Backend, Estimate, InferenceRequest, InferenceResponse, ModelCard
 

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, priority_number
 from omnimodel.catalog import Catalog
-from omnimodel.controllers.local_status import Refusal
+from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.placement.assignment import ModelDemand, Plan, PoolSupply, plan
 from omnimodel.quantity import AUTO, parse_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omnimodel.api import ModelStatus, PoolStatus, ProcessStatus
-from omnimodel.controllers.local_status import Refusal, model_status, pool_status, process_status
+from omnimodel.controllers.status import Refusal, model_status, pool_status, process_status
 from omnimodel.errors import Reason
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport
 

@@ -1,4 +1,4 @@
-"""Status of objects, composed from what an agent reports. Pure: time is an argument.
+"""Status of objects, composed from what agents report: the same on one machine and in a cluster. Pure.
 
 Conditions follow kstatus: `Ready`, and the abnormal-true `Reconciling` and `Stalled`. The controller is the writer of
 all three; `residency` entries say what the agent of that pod reported. A model that is warm, parked or cold but can
@@ -77,6 +77,9 @@ def _verdict(
     if suspended:
         return _conditions("False", "", Reason.SUSPENDED, "its manifest says suspend: true")
     if refusal is not None:
+        if report is not None and report.ready and report.generation != generation:
+            message = f"{refusal.message}; generation {report.generation} serves until then"
+            return _conditions("Unknown", "Stalled", refusal.reason, message)
         return _conditions("False", "Stalled", refusal.reason, refusal.message)
     if report is None:
         return _conditions("Unknown", "Reconciling", *_WORK["pending"])
@@ -141,19 +144,23 @@ def model_status(
         return status
     if report.weights_bytes or report.working_bytes:
         status["footprint"] = {"weightsBytes": report.weights_bytes, "workingBytes": report.working_bytes}
-    status["residency"].append(_residency(pod, report))
+    status["residency"].append(residency_entry(pod, report))
     return status
 
 
-def _residency(pod: str, report: ModelReport) -> dict[str, Any]:
+def residency_entry(pod: str, report: ModelReport) -> dict[str, Any]:
+    """The entry of one pod in the status of a model."""
     return {
         "pod": pod,
         "tier": report.tier,
         "phase": report.phase,
+        "ready": report.ready,
         "progress": round(report.progress, 3),
         "generation": report.generation,
         "deviceBytes": report.device_bytes,
         "hostBytes": report.host_bytes,
+        "weightsBytes": report.weights_bytes,
+        "workingBytes": report.working_bytes,
         "pid": report.process.pid if report.process else 0,
         "since": timestamp(report.since_seconds),
         "lastRequest": timestamp(report.last_request_seconds),
@@ -169,6 +176,95 @@ def _residency(pod: str, report: ModelReport) -> dict[str, Any]:
     }
 
 
+def entry_report(namespace: str, name: str, entry: Mapping[str, Any]) -> ModelReport:
+    """What `residency_entry` was made from, as far as an entry says it."""
+    return ModelReport(
+        namespace,
+        name,
+        generation=int(entry.get("generation", 0)),
+        tier=str(entry.get("tier", "cold")),
+        phase=str(entry.get("phase", "")),
+        ready=bool(entry.get("ready", False)),
+        progress=float(entry.get("progress", -1.0)),
+        reason=str(entry.get("reason", "")),
+        message=str(entry.get("message", "")),
+        weights_bytes=int(entry.get("weightsBytes", 0)),
+        working_bytes=int(entry.get("workingBytes", 0)),
+    )
+
+
+def spokesman(reports: Sequence[ModelReport], generation: int) -> ModelReport | None:
+    """The report that decides what is said of a model that several pods hold.
+
+    A pod that still serves an older generation speaks first, for a client may yet reach it; then one that serves,
+    one that works, and last one that failed.
+    """
+
+    def rank(report: ModelReport) -> tuple[bool, bool, bool]:
+        return (
+            not (report.ready and report.generation != generation),
+            not report.ready,
+            report.phase == "failed",
+        )
+
+    return min(reports, key=rank, default=None)
+
+
+def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = ()) -> dict[str, Any]:
+    """The entry of one pod in the status of a pool."""
+    return {
+        "pod": pod,
+        "ready": report.ready,
+        "reason": "" if report.ready else report.reason,
+        "message": "" if report.ready else report.message,
+        "device": report.device,
+        "budgetBytes": report.budget_bytes,
+        "residentBytes": report.resident_bytes,
+        "promisedBytes": report.promised_bytes,
+        "workingBytes": report.working_bytes,
+        "freeBytes": report.free_bytes,
+        "footprintBytes": report.footprint_bytes,
+        "hostBudgetBytes": report.host_budget_bytes,
+        "hostBytes": report.host_bytes,
+        "arenaBytes": report.arena_bytes,
+        "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
+        "images": list(images),
+    }
+
+
+def pool_report(pool: str, entries: Sequence[Mapping[str, Any]]) -> PoolReport | None:
+    """One report over all pods of a pool: bytes in sum, the least isolation, and the first fault. None without pods."""
+    if not entries:
+        return None
+
+    def total(name: str) -> int:
+        return sum(int(entry.get(name, 0)) for entry in entries)
+
+    faults = [entry for entry in entries if not entry.get("ready")]
+    levels = [entry.get("isolation") or {} for entry in entries]
+    least = max(levels, key=lambda found: len(found.get("missing", ())))
+    fault: Mapping[str, Any] = faults[0] if faults else {}
+    return PoolReport(
+        pool=pool,
+        node="",
+        device=", ".join(sorted({str(entry.get("device", "")) for entry in entries} - {""})),
+        budget_bytes=total("budgetBytes"),
+        resident_bytes=total("residentBytes"),
+        promised_bytes=total("promisedBytes"),
+        working_bytes=total("workingBytes"),
+        free_bytes=total("freeBytes"),
+        host_budget_bytes=total("hostBudgetBytes"),
+        host_bytes=total("hostBytes"),
+        arena_bytes=total("arenaBytes"),
+        footprint_bytes=total("footprintBytes"),
+        isolation_level=str(least.get("level", "")),
+        isolation_missing=tuple(least.get("missing", ())),
+        ready=not faults,
+        reason=str(fault.get("reason", "")),
+        message=f"{fault['pod']}: {fault.get('message') or 'is not ready'}" if faults else "",
+    )
+
+
 def pool_status(
     *,
     generation: int,
@@ -177,16 +273,21 @@ def pool_status(
     refusal: Refusal | None,
     before: Mapping[str, Any],
     now_seconds: float,
+    replicas: int = 1,
+    ready_replicas: int | None = None,
+    devices: int = 1,
 ) -> dict[str, Any]:
     """The status of an OmniPool.
 
     Args:
         generation: metadata.generation.
-        report: of the agent that serves the pool; None when none does.
+        report: of the agent, or all agents, that serve the pool; None when none does.
         models: how many are assigned to it.
-        refusal: why this machine does not serve it.
+        refusal: why it is not served.
         before: the status there was.
         now_seconds: Unix time.
+        replicas, ready_replicas: pods there are, and those that serve; one machine is one replica.
+        devices: of all pods.
     """
     if refusal is not None or report is None:
         if refusal is not None:
@@ -202,9 +303,9 @@ def pool_status(
     return {
         "observedGeneration": generation,
         "conditions": condition_list(wanted, before.get("conditions", ()), generation, now_seconds),
-        "replicas": 1,
-        "readyReplicas": int(report.ready),
-        "devices": 1,
+        "replicas": replicas,
+        "readyReplicas": int(report.ready) if ready_replicas is None else ready_replicas,
+        "devices": devices,
         "device": report.device,
         "models": models,
         "budgetBytes": report.budget_bytes,
