@@ -96,10 +96,30 @@ async def test_pictures_of_a_batch_are_embedded_as_each_of_them_is(serve):
     assert not np.allclose(both[0], both[1], atol=1e-2)
 
 
+async def test_working_memory_does_not_grow_with_the_request(serve):
+    child = await serve("resemblyzer")
+    await infer(child, file("audio", wav(np.random.default_rng(0).normal(0, 0.1, 32_000))))
+    before = child.private_bytes()
+    await infer(child, file("audio", wav(np.random.default_rng(0).normal(0, 0.1, 1_500_000))))
+    assert child.private_bytes() - before < 64 << 20
+
+
 BAD = {
     "efficientnet-lite0": [(file("image", b"no picture"), "image"), (tensor("picture", ["x"]), "inputs")],
     "transnet-v2": [(file("film", b"GIF89a"), "film")],
-    "fracast": [(tensor("series", [1.0, 2.0], "FP32", [1, 2]), "series")],
+    "fracast": [
+        (tensor("series", [1.0, 2.0], "FP32", [1, 2]), "series"),
+        (tensor("series", [], "FP32", [0, 9]), "series"),
+        (
+            {
+                "inputs": [
+                    *tensor("series", [1.0] * 9, "FP32", [1, 9])["inputs"],
+                    *tensor("horizon", [0], "INT64")["inputs"],
+                ]
+            },
+            "horizon",
+        ),
+    ],
     "mobilenet-v2": [
         (tensor("images", [], "UINT8", [0, 2, 2, 3]), "images"),
         (tensor("images", [], "UINT8", [1, 0, 2, 3]), "images"),
