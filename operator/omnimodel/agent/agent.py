@@ -59,7 +59,7 @@ class Agent:
         self._supply: Supply | None = None
         self._pool: OmniPool | None = None
         self._models: dict[str, Model] = {}
-        self._removing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._revisions = itertools.count(1)
         self._changed = asyncio.Event()
@@ -74,16 +74,13 @@ class Agent:
         await asyncio.to_thread(self.layout.make)
         self._spawner = await Spawner.open(self.layout.root)
         # Nothing waits for it: the first fork does, if it comes before.
-        self._removing.add(asyncio.create_task(self._warm_up(self._spawner), name="first zygote"))
+        self._background.add(asyncio.create_task(self._warm_up(self._spawner), name="first zygote"))
 
     async def _warm_up(self, spawner: Spawner) -> None:
         try:
-            report = await spawner.zygotes.start()
+            await spawner.zygotes.start()
         except OmniError as error:
             log.warning("zygote_failed error=%r", str(error))
-            return
-        if self._broker is not None:
-            self._broker.memory.ledger.host.set("zygote", Kind.ZYGOTE, report.private_bytes)
 
     async def stop(self, drain_seconds: float) -> None:
         """Let requests in flight finish for at most `drain_seconds`, then end every process and free everything.
@@ -109,9 +106,9 @@ class Agent:
         except TimeoutError:
             log.warning("drain_late in_flight=%d", sum(line.in_flight for line in lines))
         await asyncio.gather(*(model.halt() for model in self._models.values()))
-        for task in self._removing:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._removing, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self._broker is not None:
             await self._broker.close()
             await asyncio.gather(*(instance.kill() for instance in list(self._broker.instances.values())))
@@ -156,7 +153,10 @@ class Agent:
             frames = FramePool(device, ledger.device)
             self._supply = found
             self._broker = Broker(
-                DeviceMemory(device, ledger, frames, Arena(device, ledger.host)), self.events, changed=self._tell_change
+                DeviceMemory(device, ledger, frames, Arena(device, ledger.host)),
+                self.events,
+                zygote_bytes=self._spawner.zygotes.private_bytes,
+                changed=self._tell_change,
             )
             self._preparation = Preparation(self.layout, self._spawner, found.device, found.frame_bytes, found.threads)
             self._broker.start()
@@ -178,9 +178,10 @@ class Agent:
     def _model(self, key: str, spec: dict[str, Any]) -> Model:
         assert self._broker is not None
         assert self._preparation is not None
+        leaving = any(task.get_name() == f"remove {key}" for task in self._background)
         return Model(
             key,
-            self._instance(spec, key),
+            self._instance(spec, f"{key}@{next(self._revisions)}" if leaving else key),
             make=lambda newer: self._instance(newer, f"{key}@{next(self._revisions)}"),
             broker=self._broker,
             preparation=self._preparation,
@@ -201,8 +202,8 @@ class Agent:
 
     def _remove(self, model: Model) -> None:
         task = asyncio.create_task(model.remove(_REMOVE_SECONDS), name=f"remove {model.key}")
-        self._removing.add(task)
-        task.add_done_callback(self._removing.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
         self.events.add("OmniModel", namespace, name, "Removed", "it is no longer in the catalogue")
 

@@ -55,6 +55,7 @@ class Broker:
     Args:
         memory: of the device.
         events: where moves are told to people.
+        zygote_bytes: measures the private memory of all zygotes.
         changed: called when something that is reported may have changed.
         constants: of the policy; the measured ones are kept up to date here.
         idle: of the idle steps.
@@ -65,6 +66,7 @@ class Broker:
         memory: DeviceMemory,
         events: EventLog,
         *,
+        zygote_bytes: Callable[[], int] = lambda: 0,
         changed: Callable[[], None] = lambda: None,
         constants: Constants | None = None,
         idle: IdleConstants | None = None,
@@ -75,7 +77,9 @@ class Broker:
         self.idle_constants = idle or IdleConstants()
         self.reasons: dict[str, str] = {}
         self.swaps = 0
+        self._budget_bytes = memory.ledger.device.capacity_bytes
         self._events = events
+        self._zygote_bytes = zygote_bytes
         self._changed = changed
         self._drains: list[Drain] = []
         self._moves: dict[str, asyncio.Task[None]] = {}
@@ -83,11 +87,12 @@ class Broker:
         self._measuring: str | None = None
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._shrinking: asyncio.Task[None] | None = None
 
     @property
     def budget_bytes(self) -> int:
-        """What the device holds at most."""
-        return self.memory.ledger.device.capacity_bytes
+        """What the device shall hold at most; after an edit of the pool it holds more until enough has left."""
+        return self._budget_bytes
 
     def kick(self) -> None:
         """Look again: something has changed."""
@@ -140,10 +145,12 @@ class Broker:
         now = time.monotonic()
         for instance in self.instances.values():
             instance.admit()
+        self._settle_budget()
         self._grant_unknown()
         times = [self._start_ahead(now), self._step_down(now)]
         for _ in range(4 * len(self.instances) + 4):
-            if not self._drains and not any(self._wants(instance) for instance in self.instances.values()):
+            waiting = self._drains or any(self._wants(instance) for instance in self.instances.values())
+            if not waiting and self._free_bytes() >= 0:
                 break
             step = next_step(
                 now,
@@ -532,6 +539,15 @@ class Broker:
             await asyncio.sleep(_ACCOUNTING_SECONDS)
             for instance in list(self.instances.values()):
                 await self.measure(instance)
+            self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+
+    def _hold_on_host(self, holder: str, kind: Kind, measured_bytes: int) -> None:
+        """Note what was measured; when it is more than there is, somebody else has to give."""
+        try:
+            self.memory.ledger.host.set(holder, kind, measured_bytes)
+        except LedgerError as error:
+            log.warning("host_over_budget holder=%s error=%r", holder, str(error))
+            self._relieve_host(measured_bytes)
 
     async def measure(self, instance: Instance) -> None:
         """Note the private memory of one process; on the device it is covered by what it was granted."""
@@ -546,12 +562,7 @@ class Broker:
             return
         instance.private_bytes = private_bytes
         on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
-        host = self.memory.ledger.host
-        try:
-            host.set(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
-        except OmniError as error:
-            log.warning("host_over_budget model=%s error=%r", instance.name, str(error))
-            self._relieve_host(private_bytes)
+        self._hold_on_host(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
 
     def _relieve_host(self, short_bytes: int) -> None:
         """Give up images of the arena, then the warm processes that are missed least, since host memory is short."""
@@ -573,11 +584,20 @@ class Broker:
 
     def resize(self, budget_bytes: int, host_bytes: int) -> None:
         """Change the budgets. When more is held now, residents leave until the new budget is kept."""
-        ledger = self.memory.ledger
-        ledger.host.resize(max(host_bytes, ledger.host.held_bytes()))
-        held_bytes = ledger.device.held_bytes()
-        ledger.device.resize(max(budget_bytes, held_bytes))
+        host = self.memory.ledger.host
+        host.resize(max(host_bytes, host.held_bytes()))
+        self._budget_bytes = budget_bytes
         self.kick()
+
+    def _settle_budget(self) -> None:
+        """Bring the ledger to the budget as far as what is held allows, and give frames that are too many back."""
+        device = self.memory.ledger.device
+        wanted_bytes = max(self._budget_bytes, device.held_bytes())
+        if device.capacity_bytes == wanted_bytes:
+            return
+        device.resize(wanted_bytes)
+        if device.surplus_frames() and (self._shrinking is None or self._shrinking.done()):
+            self._shrinking = asyncio.create_task(self.memory.frames.make_room(self._worth_of_image), name="shrink")
 
     async def wake(self, instance: Instance, deadline_seconds: float) -> None:
         """Make an instance resident, as if a request waited for it.

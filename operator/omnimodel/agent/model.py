@@ -86,14 +86,22 @@ class Model:
 
     def revise(self, spec: dict[str, Any]) -> None:
         """Take a changed spec, after those that came before it."""
+        if spec["hash"] != self.latest.spec["hash"] or not self.latest.verified:
+            self.problem = None
+            self._say("fetching")
         self._revising = asyncio.create_task(self._revise(spec, self._revising), name=f"revise {self.key}")
 
     async def _revise(self, spec: dict[str, Any], earlier: asyncio.Task[None] | None) -> None:
         """At once where the process need not change, else by a revision beside the one that serves."""
         if earlier is not None:
             await asyncio.gather(earlier, return_exceptions=True)
-        if spec["hash"] == self.latest.spec["hash"]:
-            self.latest.update(spec)
+        latest = self.latest
+        if spec["hash"] == latest.spec["hash"]:
+            latest.update(spec)
+            if not latest.verified:  # the edit may be the cure
+                await finish(self._task)
+                latest.recovered()
+                self._bring(latest)
         elif spec["hash"] == self.serving.spec["hash"] and self.serving.verified:
             self.serving.update(spec)
             await finish(self._task)
@@ -293,6 +301,7 @@ class Model:
             capabilities=tuple(spec["capabilities"]),
             metadata=spec["metadata"],
             created_seconds=self.created_seconds,
+            concurrency=instance.limits.concurrency,
         )
 
     def report(self) -> ModelReport:
