@@ -15,12 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from omnimodel.errors import OmniError
 from omnimodel.gateway import admin_routes, inference_routes, openai_routes
 from omnimodel.gateway.gateway import GATEWAY, Gateway
+from omnimodel.gateway.ingress_routes import IngressRoutes
 from omnimodel.gateway.measures import NO_MODEL
 from omnimodel.gateway.refusals import RequestError, refusal, status_of
 from omnimodel.gateway.relay import outcome_of
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.admin import Admin
 from omnimodel.protocol.dispatch import Backend
+from omnimodel.protocol.ingress import Reporting
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ def create_app(
     *,
     settings: Settings | None = None,
     metrics_registry: CollectorRegistry | None = None,
+    reporting: Reporting | None = None,
 ) -> web.Application:
     """Make the application. `serve` listens with it; another runner must set `handler_cancellation`.
 
@@ -47,12 +50,15 @@ def create_app(
         admin: the running system.
         settings: limits and times.
         metrics_registry: what /metrics shows; one of its own if there is none.
+        reporting: the agent, when gateways in other pods may ask it (`protocol.ingress`).
     """
     app = web.Application(client_max_size=0, middlewares=[_refusals])
     app[GATEWAY] = Gateway(backend, admin, settings or Settings(), metrics_registry or CollectorRegistry())
     app.router.add_routes(openai_routes.routes())
     app.router.add_routes(inference_routes.routes())
     app.router.add_routes(admin_routes.routes())
+    if reporting is not None:
+        app.router.add_routes(IngressRoutes(reporting).routes())
     app.router.add_routes(
         [
             web.get("/", _page),

@@ -35,6 +35,7 @@ class ModelCard:
         inputs, outputs: tensors of the Open Inference Protocol: dicts of `name`, `datatype`, `shape`.
         capabilities, metadata: free, from the manifest, for /v1/models.
         created_seconds: Unix time.
+        concurrency: how many requests it computes at once; 0 while unknown.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelCard:
     capabilities: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     created_seconds: int = 0
+    concurrency: int = 0
 
 
 @dataclass(frozen=True)
