@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from omnimodel.agent.broker import Broker, DeviceMemory
+from omnimodel.agent.broker import Broker
 from omnimodel.agent.confinement import remove_mounts, serving_request
 from omnimodel.agent.events import EventLog
 from omnimodel.agent.ingress import Ingress
@@ -21,6 +21,7 @@ from omnimodel.agent.instance import Instance
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
 from omnimodel.agent.model import Model
+from omnimodel.agent.moves import DeviceMemory
 from omnimodel.agent.preparation import Preparation
 from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.spawner import Spawner
@@ -169,9 +170,10 @@ class Agent:
         minimum = Level(pool.spec.isolation.level if pool.spec.isolation else Level.PROCESS)
         if reached.level.strength >= minimum.strength:
             return None
+        missing = "; ".join(reached.missing)
         return IsolationError(
             pool.subject,
-            f"isolation.level {minimum} is asked for, this machine gives {reached.level} ({'; '.join(reached.missing)})",
+            f"isolation.level {minimum} is asked for, this machine gives {reached.level} ({missing})",
             "allow a lower isolation.level, or give the agent the privileges that are missing",
         )
 
@@ -195,7 +197,7 @@ class Agent:
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
         assert self._broker is not None
-        self._broker.on_exit(instance, error)
+        self._broker.moves.on_exit(instance, error)
         model = self._models.get(f"{instance.namespace}/{instance.model}")
         if model is not None and error is not None and error.reason is Reason.OUT_OF_MEMORY:
             model.outgrown(instance)

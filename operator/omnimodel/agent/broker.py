@@ -1,20 +1,18 @@
-"""Decides and carries out who is on the device: one task asks the policy, one task a move does what it says.
-
-The broker is the only one that moves instances. A move (a wake with the evictions it needs, a start, a stop) is one
-task, and an instance is in one move at most, so that nothing is ever done twice at a time.
-"""
+"""Decides who is on the device: one task asks the policy whenever something changed, and begins the moves it names."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from omnimodel.agent.accounting import Accounting
 from omnimodel.agent.instance import Instance, State
-from omnimodel.errors import DispatchError, LedgerError, OmniError, Reason
+from omnimodel.agent.moves import DeviceMemory, Moves
+from omnimodel.errors import DispatchError, LedgerError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleConstants, IdleModel, idle_steps
 from omnimodel.placement.residency import next_step
@@ -22,31 +20,12 @@ from omnimodel.placement.state import Constants, Drain, ModelState, Step, worth
 
 if TYPE_CHECKING:
     from omnimodel.agent.events import EventLog
-    from omnimodel.memory.arena import Arena
-    from omnimodel.memory.devices import Device, Frame
-    from omnimodel.memory.frames import FramePool
-    from omnimodel.memory.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 SMALLEST_WORKING_BYTES = 32 << 20  # what a process takes before it has computed anything, with room to start
 LARGEST_GRANT_BYTES = 1 << 30  # for a model whose size is not known yet
-_RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
-_RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
-_ACCOUNTING_SECONDS = 1.0
-_COPY_SECONDS = 120.0  # no image takes that long to copy
-_FREED_SECONDS = 15.0  # from a kill to the free frames
 _AHEAD_SHARE = 0.5  # of the budget that frames are made for at boot, in the background
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """One device and the accounts of it."""
-
-    device: Device
-    ledger: Ledger
-    frames: FramePool
-    arena: Arena
 
 
 class Broker:
@@ -76,15 +55,13 @@ class Broker:
         self.constants = constants or Constants()
         self.idle_constants = idle or IdleConstants()
         self.reasons: dict[str, str] = {}
-        self.swaps = 0
         self._budget_bytes = memory.ledger.device.capacity_bytes
-        self._events = events
-        self._zygote_bytes = zygote_bytes
         self._changed = changed
         self._drains: list[Drain] = []
-        self._moves: dict[str, asyncio.Task[None]] = {}
-        self._copying: str | None = None
-        self._measuring: str | None = None
+        self.accounting = Accounting(memory, self.instances, zygote_bytes, self._relieve_host)
+        self.moves = Moves(
+            memory, events, worth=self._worth_of_image, measure=self.accounting.measure, changed=self.kick
+        )
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._shrinking: asyncio.Task[None] | None = None
@@ -103,7 +80,7 @@ class Broker:
         """Begin deciding."""
         self._tasks = [
             asyncio.create_task(self._run(), name="broker"),
-            asyncio.create_task(self._account(), name="accounting"),
+            asyncio.create_task(self.accounting.run(), name="accounting"),
             asyncio.create_task(self._create_ahead(), name="frames"),
         ]
 
@@ -112,7 +89,7 @@ class Broker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*self._moves.values(), return_exceptions=True)
+        await self.moves.finish()
 
     async def _create_ahead(self) -> None:
         """Make frames before anybody waits for them: fresh pages cost more than the copy into them."""
@@ -143,6 +120,8 @@ class Broker:
     def _decide(self) -> float | None:
         """Apply what the policy says until it says nothing; when to ask again."""
         now = time.monotonic()
+        if self.moves.copy_bytes_per_second is not None:
+            self.constants = replace(self.constants, copy_bytes_per_second=self.moves.copy_bytes_per_second)
         for instance in self.instances.values():
             instance.admit()
         self._settle_budget()
@@ -157,7 +136,7 @@ class Broker:
                 [self._state_of(instance, now) for instance in self.instances.values()],
                 self._free_bytes(),
                 self._drains,
-                self._copying,
+                self.moves.copying,
                 self.constants,
                 budget_bytes=self.budget_bytes,
             )
@@ -194,7 +173,7 @@ class Broker:
             working_bytes=instance.working_bytes,
             valid_bytes=self._valid_bytes(instance),
             resident=instance.state is State.RESIDENT and not instance.leaving,
-            draining=instance.draining or instance.name in self._moves,
+            draining=instance.draining or instance.name in self.moves,
             in_flight=line.in_flight,
             queue=tuple(waiter.arrived_seconds for waiter in line.waiting),
             background=sum(waiter.background for waiter in line.waiting),
@@ -219,11 +198,11 @@ class Broker:
         if (
             instance.prepared is None
             or instance.removed
-            or instance.name in self._moves
+            or instance.name in self.moves
             or now < instance.retry_at_seconds
         ):
             return False
-        return instance.measured or self._measuring in {None, instance.name}
+        return instance.measured or self.moves.measuring in {None, instance.name}
 
     def _valid_bytes(self, instance: Instance) -> int:
         image = instance.prepared.image if instance.prepared else None
@@ -246,7 +225,7 @@ class Broker:
             instance = self.instances[name]
             if instance.blocked != sentence:
                 instance.blocked = sentence
-                self._tell(instance, "Refused", sentence, warning=True)
+                self.moves.tell(instance, "Refused", sentence, warning=True)
             instance.line.refuse(instance.refusal)
         for instance in self.instances.values():
             if instance.name not in blocked:
@@ -261,17 +240,11 @@ class Broker:
             for name in step.drain:
                 self.instances[name].draining = True
         for_whom = step.wake or step.target or ""
-        leaving = [self._let_go(name, freeze=False, for_whom=for_whom) for name in step.evict]
-        leaving += [self._let_go(name, freeze=True, for_whom=for_whom) for name in step.freeze]
+        leaving = [self.moves.let_go(self.instances[name], freeze=False, for_whom=for_whom) for name in step.evict]
+        leaving += [self.moves.let_go(self.instances[name], freeze=True, for_whom=for_whom) for name in step.freeze]
         if step.wake:
             self._forget_drain(step.wake)
-            instance = self.instances[step.wake]
-            instance.reserved = True
-            if not instance.foreign:
-                self._copying = step.wake
-            if not instance.measured:
-                self._measuring = step.wake
-            self._move(instance, self._wake_up(instance, leaving))
+            self.moves.wake(self.instances[step.wake], leaving)
 
     def _forget_drain(self, target: str) -> None:
         for drain in self._drains:
@@ -285,12 +258,12 @@ class Broker:
         """Start the processes of models that somebody waits for, so that they are warm when their turn comes."""
         again_at = None
         for instance in self.instances.values():
-            if instance.state is not State.COLD or instance.prepared is None or instance.name in self._moves:
+            if instance.state is not State.COLD or instance.prepared is None or instance.name in self.moves:
                 continue
             if not instance.wanted or instance.blocked:
                 continue
             if now >= instance.retry_at_seconds:
-                self._move(instance, self._start(instance))
+                self.moves.start(instance)
             else:
                 again_at = min(again_at or instance.retry_at_seconds, instance.retry_at_seconds)
         return again_at
@@ -302,7 +275,7 @@ class Broker:
                 name=instance.name,
                 resident=instance.state is State.RESIDENT,
                 busy=instance.line.busy
-                or instance.name in self._moves
+                or instance.name in self.moves
                 or instance.wanted_since_seconds is not None
                 or not instance.verified,
                 idle_since=instance.idle_seconds,
@@ -320,192 +293,10 @@ class Broker:
         step = idle_steps(now, models, self.idle_constants)
         for name in sorted({*step.evict, *step.stop}):
             instance = self.instances[name]
-            self._step_off(instance, step.reasons[name], stop=name in step.stop)
+            self.moves.step_off(instance, step.reasons[name], "idle", stop=name in step.stop)
         return step.look_again_at
 
-    # Moving
-
-    def _move(self, instance: Instance, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            try:
-                await work
-            except Exception:
-                log.exception("move_failed model=%s", instance.name)
-            finally:
-                if self._moves.get(instance.name) is asyncio.current_task():
-                    del self._moves[instance.name]
-                self.kick()
-
-        assert instance.name not in self._moves
-        task = asyncio.create_task(run(), name=f"move {instance.name}")
-        self._moves[instance.name] = task
-        return task
-
-    async def settle(self, instance: Instance) -> None:
-        """Wait until an instance is in no move."""
-        while (move := self._moves.get(instance.name)) is not None:
-            await asyncio.gather(move, return_exceptions=True)
-
-    async def _start(self, instance: Instance) -> None:
-        """COLD -> WARM; a failure is noted in the instance."""
-        try:
-            await instance.start()
-        except OmniError as error:
-            self._failed(instance, error)
-            return
-        self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
-        await self.measure(instance)
-
-    def _let_go(self, name: str, *, freeze: bool, for_whom: str) -> asyncio.Task[None]:
-        instance = self.instances[name]
-        instance.leaving, instance.freezing = True, freeze
-        why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
-        return self._move(instance, self._leave(instance, freeze=freeze, why=why))
-
-    def _step_off(self, instance: Instance, why: str, *, stop: bool) -> asyncio.Task[None]:
-        """Take an instance without requests off the device, and with `stop` end its process."""
-        if instance.state is State.RESIDENT:
-            instance.leaving, instance.freezing = True, False
-        return self._move(instance, self._go_down(instance, why, stop=stop))
-
-    async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
-        if instance.state is State.RESIDENT:
-            await self._leave(instance, freeze=False, why=why)
-        if stop and instance.state is State.WARM:
-            await instance.stop(why)
-            self.memory.ledger.forget(instance.name)
-            self._tell(instance, "Stopped", why)
-
-    async def _leave(self, instance: Instance, *, freeze: bool, why: str) -> None:
-        """RESIDENT -> WARM or FROZEN; a process that does not acknowledge is killed, and then its frames are free."""
-        began = time.perf_counter()
-        try:
-            await instance.evict(freeze=freeze, why=why)
-        except OmniError as error:
-            self.memory.frames.quarantine(instance.name)
-            late = OmniError(
-                instance.subject,
-                f"its process did not leave the device and was killed ({error.problem})",
-                f"see omni logs {instance.model}",
-                reason=Reason.EVICT_TIMEOUT,
-            )
-            await instance.kill(late)
-            return
-        finally:
-            instance.leaving = instance.freezing = False
-        self.memory.frames.release(instance.name)
-        if instance.state is not State.FROZEN:
-            self.memory.ledger.device.give_back(instance.name, Kind.WORKING)
-            await self.measure(instance)
-        instance.last_evict_seconds = time.perf_counter() - began
-        self._tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", why)
-
-    async def _wake_up(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> None:
-        """Bring an instance onto the device, after its victims have left it."""
-        try:
-            await asyncio.gather(*leaving, return_exceptions=True)
-            if instance.state is State.COLD:
-                await self._start(instance)
-            if instance.state in {State.WARM, State.FROZEN}:
-                await self._load(instance)
-        finally:
-            instance.reserved = False
-            if self._copying == instance.name:
-                self._copying = None
-            if instance.state is not State.RESIDENT:
-                self.end_measuring(instance)
-
-    async def _load(self, instance: Instance) -> None:
-        """WARM or FROZEN -> RESIDENT, or back; a process that does not map its frames is killed."""
-        account, pool = self.memory.ledger.device, self.memory.frames
-        prepared, process = instance.prepared, instance.process
-        assert prepared is not None
-        image = prepared.image
-        worth_of = self._worth_of_image
-        held_before = account.held_bytes(instance.name, Kind.WORKING)
-        instance.begin_wake()
-        copy_seconds = 0.0
-        frames: tuple[Frame, ...] = ()
-        try:
-            await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
-            await pool.make_room(worth_of)
-            if image is None or not prepared.frame_count:
-                account.grant(instance.name)
-            else:
-                async with self.memory.arena.staged(image, worth_of) as staged:
-                    allocation = pool.take(instance.name, image.digest, worth_of)
-                    frames = allocation.frames
-                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS)
-                self._learn_rate(allocation.missing * self.memory.device.frame_bytes, copy_seconds)
-        except (OmniError, TimeoutError) as error:
-            if instance.process is not process:  # it died meanwhile, and all is freed
-                account.cancel(instance.name)
-                return
-            account.cancel(instance.name)
-            pool.release(instance.name)
-            account.give_back(
-                instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
-            )
-            instance.wake_failed()
-            self._failed(instance, error if isinstance(error, OmniError) else _slow_copy(instance))
-            return
-        finally:
-            if self._copying == instance.name:
-                self._copying = None
-        if instance.process is not process or process is None:  # it died while its image was copied
-            self.on_exit(instance, None)
-            return
-        self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
-        try:
-            await instance.wake(frames, copy_seconds)
-        except OmniError as error:
-            await instance.kill(error)
-            return
-        self.swaps += 1
-        self._tell(instance, "Woken", instance.message)
-        instance.admit()
-
-    async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
-        """Have the bytes of a wake set aside. Victims were told to leave, but one that is killed takes a moment.
-
-        Raises:
-            LedgerError: they did not come free.
-        """
-        deadline = time.monotonic() + _FREED_SECONDS
-        while True:
-            try:
-                self.memory.ledger.device.promise(instance.name, frame_count, working_bytes)
-                return
-            except LedgerError:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.01)
-
-    def on_exit(self, instance: Instance, error: OmniError | None) -> None:
-        """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
-        self.memory.frames.recover(instance.name)
-        self.memory.frames.release(instance.name)
-        self.memory.ledger.forget(instance.name)
-        if error is not None:
-            self._failed(instance, error)
-        self.kick()
-
-    def _failed(self, instance: Instance, error: OmniError) -> None:
-        instance.fail(error)
-        told = f"{error.problem}; {error.cure}" if error.cure else error.problem
-        self._tell(instance, str(error.reason), told, warning=True)
-
-    def _tell(self, instance: Instance, reason: str, message: str, *, warning: bool = False) -> None:
-        self._events.add("OmniModel", instance.namespace, instance.model, reason, message, warning=warning)
-
     # Measuring
-
-    def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
-        if copied_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
-            return
-        rate = self.constants.copy_bytes_per_second
-        rate += _RATE_WEIGHT * (copied_bytes / seconds - rate)
-        self.constants = replace(self.constants, copy_bytes_per_second=rate)
 
     def _worth_of_image(self, digest: str) -> float:
         now = time.monotonic()
@@ -527,43 +318,6 @@ class Broker:
         instance.measured = True
         self.kick()
 
-    def end_measuring(self, instance: Instance) -> None:
-        """Let the next model of unknown size be measured."""
-        if self._measuring == instance.name:
-            self._measuring = None
-        self.kick()
-
-    async def _account(self) -> None:
-        """Keep what the ledger says of processes outside the device in line with what the kernel says."""
-        while True:
-            await asyncio.sleep(_ACCOUNTING_SECONDS)
-            for instance in list(self.instances.values()):
-                await self.measure(instance)
-            self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
-
-    def _hold_on_host(self, holder: str, kind: Kind, measured_bytes: int) -> None:
-        """Note what was measured; when it is more than there is, somebody else has to give."""
-        try:
-            self.memory.ledger.host.set(holder, kind, measured_bytes)
-        except LedgerError as error:
-            log.warning("host_over_budget holder=%s error=%r", holder, str(error))
-            self._relieve_host(measured_bytes)
-
-    async def measure(self, instance: Instance) -> None:
-        """Note the private memory of one process; on the device it is covered by what it was granted."""
-        process = instance.process
-        if process is None:
-            return
-        try:
-            private_bytes = await asyncio.to_thread(process.private_bytes)
-        except (OSError, OmniError):
-            return
-        if instance.process is not process:
-            return
-        instance.private_bytes = private_bytes
-        on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
-        self._hold_on_host(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
-
     def _relieve_host(self, short_bytes: int) -> None:
         """Give up images of the arena, then the warm processes that are missed least, since host memory is short."""
         short_bytes -= self.memory.arena.give_up(short_bytes, self._worth_of_image)
@@ -572,10 +326,10 @@ class Broker:
         warm = [
             instance
             for instance in self.instances.values()
-            if instance.state is State.WARM and not instance.line.busy and instance.name not in self._moves
+            if instance.state is State.WARM and not instance.line.busy and instance.name not in self.moves
         ]
         for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
-            self._step_off(instance, "host memory is short", stop=True)
+            self.moves.step_off(instance, "host memory is short", "host", stop=True)
             short_bytes -= instance.private_bytes
             if short_bytes <= 0:
                 return
@@ -612,9 +366,10 @@ class Broker:
             async with asyncio.timeout(deadline_seconds):
                 await waiter.admitted
         except TimeoutError:
+            reason = self.reasons.get(instance.name) or instance.message
             raise DispatchError(
                 instance.subject,
-                f"it was not resident after {deadline_seconds:g} s: {self.reasons.get(instance.name) or instance.message}",
+                f"it was not resident after {deadline_seconds:g} s: {reason}",
                 "wait longer, or evict something",
                 reason=Reason.DEADLINE_EXCEEDED,
                 status=504,
@@ -631,8 +386,8 @@ class Broker:
         instance.draining = True
         try:
             async with asyncio.timeout(deadline_seconds):
-                while instance.line.in_flight or instance.name in self._moves:
-                    await self.settle(instance)
+                while instance.line.in_flight or instance.name in self.moves:
+                    await self.moves.settle(instance)
                     if instance.line.in_flight:
                         await instance.line.quiet()
         except TimeoutError:
@@ -646,13 +401,13 @@ class Broker:
         finally:
             instance.draining = False
         if instance.state is State.RESIDENT:
-            await self._step_off(instance, why, stop=False)
+            await self.moves.step_off(instance, why, "hand", stop=False)
 
     async def stop(self, instance: Instance, why: str) -> None:
         """Take an idle instance off the device and end its process; a request that comes starts a new one."""
-        await self.settle(instance)
+        await self.moves.settle(instance)
         if instance.process is not None and not instance.line.in_flight:
-            await self._step_off(instance, why, stop=True)
+            await self.moves.step_off(instance, why, "end", stop=True)
 
     async def remove(self, instance: Instance, why: str, drain_seconds: float) -> None:
         """Take an instance away for good: its requests finish, its process goes, its bytes are free."""
@@ -663,22 +418,13 @@ class Broker:
                 await instance.line.quiet()
         except TimeoutError:
             log.warning("drain_late model=%s in_flight=%d", instance.name, instance.line.in_flight)
-        await self.settle(instance)
+        await self.moves.settle(instance)
         if instance.state is State.RESIDENT:
-            await self._step_off(instance, why, stop=True)
+            await self.moves.step_off(instance, why, "end", stop=True)
         elif instance.process is not None:
             await instance.stop(why)
         await instance.kill()
-        self.on_exit(instance, None)
+        self.moves.on_exit(instance, None)
         self.instances.pop(instance.name, None)
         instance.line.refuse(instance.refusal)
         self.kick()
-
-
-def _slow_copy(instance: Instance) -> OmniError:
-    return OmniError(
-        instance.subject,
-        f"its image was not copied to the device within {_COPY_SECONDS:g} s",
-        "see whether the machine is overloaded or its disk is failing",
-        reason=Reason.LOAD_TIMEOUT,
-    )

@@ -35,6 +35,7 @@ _ADDED = re.compile(r"^ \+ (\S+)==(\S+)(?: \(from (\S+)\))?$")
 _LAST_LINES = 6
 _LOCK_SECONDS = 0.1
 _MARKER = "environment.json"
+_SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
 class Environments:
@@ -181,6 +182,8 @@ async def _uv(arguments: Sequence[str], hear: Progress) -> Finished:
     for own, pips in (("UV_INDEX_URL", "PIP_INDEX_URL"), ("UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
         if pips in os.environ and own not in os.environ and "UV_DEFAULT_INDEX" not in os.environ:
             environment[own] = os.environ[pips]  # uv reads none of pip's settings
+    if os.path.exists(_SYSTEM_CERTIFICATES):  # as pip does; by default uv trusts only what it brings along
+        environment["UV_SYSTEM_CERTS"] = os.environ.get("UV_SYSTEM_CERTS", "true")
     return await run_program(
         [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments],
         hear,

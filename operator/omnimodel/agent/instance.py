@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -174,6 +175,7 @@ class Instance:
         self.last_request_seconds = 0.0
         self.wakes = 0
         self.evictions = 0
+        self.causes: Counter[str] = Counter()  # of its wakes and evictions
         self.restarts = 0
 
         self._spawn = spawn

@@ -209,7 +209,7 @@ class Model:
             await waiter.admitted
             self._say("probing")
             await self._probe(instance)
-            await self._broker.measure(instance)
+            await self._broker.accounting.measure(instance)
             if not instance.measured:
                 peak_bytes = instance.process.group.peak_bytes() if instance.process else None
                 measured_bytes = max(peak_bytes or 0, instance.private_bytes)
@@ -217,7 +217,7 @@ class Model:
                 Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
-            self._broker.end_measuring(instance)
+            self._broker.moves.end_measuring(instance)
             waiter.leave()
         if renew:  # the process still has the grant for its limit; the next one has what was measured
             await self._broker.stop(instance, "its size is known now")
@@ -269,7 +269,7 @@ class Model:
         self._discard(old, "a newer revision serves")
 
     def outgrown(self, instance: Instance) -> None:
-        """Grant more working memory to a model that ran out of what was measured, so that it does not die of it again."""
+        """Grant more working memory to a model that ran out of what was measured, lest it dies of it again."""
         if instance.spec["deviceMemoryBytes"] or instance.spec["limits"]["memoryBytes"]:
             return
         wanted = (instance.working_bytes * 3 // 2) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
@@ -335,6 +335,7 @@ class Model:
             failed=instance.line.failed,
             wakes=instance.wakes,
             evictions=instance.evictions,
+            swaps=dict(sorted(instance.causes.items())),
             last_wake_seconds=instance.last_wake_seconds,
             last_request_seconds=instance.last_request_seconds,
             since_seconds=instance.since_seconds,

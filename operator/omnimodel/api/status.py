@@ -47,6 +47,12 @@ class ResidencyEntry(Observed):
     in_flight: Counter = Field(default=0, description="Requests that are being computed.", examples=[1])
     wakes: Counter = Field(default=0, description="How often it was woken.", examples=[3])
     evictions: Counter = Field(default=0, description="How often it left the device.", examples=[2])
+    swaps: dict[str, Counter] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Wakes and evictions by cause: request, preload, check, hand, room, freeze, idle, host, end.",
+        examples=[{"request": 3, "room": 2}],
+    )
     last_wake_seconds: Seconds = Field(default=0, description="How long the last wake took.", examples=[0.021])
     reason: Annotated[str, plain(128)] = Field(
         default="", description="Why it is there, one word.", examples=["Evicted"]

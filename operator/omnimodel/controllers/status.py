@@ -170,6 +170,7 @@ def residency_entry(pod: str, report: ModelReport) -> dict[str, Any]:
         "failed": report.failed,
         "wakes": report.wakes,
         "evictions": report.evictions,
+        "swaps": report.swaps,
         "lastWakeSeconds": report.last_wake_seconds,
         "reason": report.reason,
         "message": report.message,

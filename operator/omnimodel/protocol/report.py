@@ -34,6 +34,8 @@ class ModelReport:
         weights_bytes, working_bytes: the measured footprint; 0 while unknown.
         device_bytes, host_bytes: what it holds now, from the ledger.
         waiting, in_flight: requests.
+        swaps: wakes and evictions by cause: `request`, `preload`, `check` (its known answer), `hand`, `room` (for
+            another), `freeze`, `idle`, `host` (host memory is short), `end`.
         served, failed: requests since the agent began.
         last_request_seconds, since_seconds: Unix time; 0 for never.
     """
@@ -57,6 +59,7 @@ class ModelReport:
     failed: int = 0
     wakes: int = 0
     evictions: int = 0
+    swaps: dict[str, int] = field(default_factory=dict)
     last_wake_seconds: float = 0.0
     last_request_seconds: float = 0.0
     since_seconds: float = 0.0

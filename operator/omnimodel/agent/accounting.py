@@ -1,0 +1,73 @@
+"""Keeps what the ledger says of host memory in line with what the kernel says of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from omnimodel.agent.instance import Instance, State
+from omnimodel.errors import LedgerError, OmniError
+from omnimodel.memory.ledger import Kind
+
+if TYPE_CHECKING:
+    from omnimodel.agent.moves import DeviceMemory
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 1.0
+
+
+class Accounting:
+    """Measures processes and zygotes, and asks for host memory when there is too little.
+
+    Args:
+        memory: whose ledger it keeps.
+        instances: all there are.
+        zygote_bytes: measures the private memory of all zygotes.
+        give_up: frees about so many bytes of host memory.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        instances: Mapping[str, Instance],
+        zygote_bytes: Callable[[], int],
+        give_up: Callable[[int], None],
+    ) -> None:
+        self._memory = memory
+        self._instances = instances
+        self._zygote_bytes = zygote_bytes
+        self._give_up = give_up
+
+    async def run(self) -> None:
+        """Keep what the ledger says of processes outside the device in line with what the kernel says."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            for instance in list(self._instances.values()):
+                await self.measure(instance)
+            self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+
+    def _hold_on_host(self, holder: str, kind: Kind, measured_bytes: int) -> None:
+        """Note what was measured; when it is more than there is, somebody else has to give."""
+        try:
+            self._memory.ledger.host.set(holder, kind, measured_bytes)
+        except LedgerError as error:
+            log.warning("host_over_budget holder=%s error=%r", holder, str(error))
+            self._give_up(measured_bytes)
+
+    async def measure(self, instance: Instance) -> None:
+        """Note the private memory of one process; on the device it is covered by what it was granted."""
+        process = instance.process
+        if process is None:
+            return
+        try:
+            private_bytes = await asyncio.to_thread(process.private_bytes)
+        except (OSError, OmniError):
+            return
+        if instance.process is not process:
+            return
+        instance.private_bytes = private_bytes
+        on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
+        self._hold_on_host(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
