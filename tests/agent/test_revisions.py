@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+
 from agent.world import HANDLER, MIB, command
 from omnimodel.errors import DispatchError, Reason
 

@@ -178,17 +178,22 @@ def _key(requirements: Sequence[str], base: dict[str, str]) -> str:
 
 
 async def _uv(arguments: Sequence[str], hear: Progress) -> Finished:
-    environment = {"UV_NO_PROGRESS": "1"}
-    for own, pips in (("UV_INDEX_URL", "PIP_INDEX_URL"), ("UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
-        if pips in os.environ and own not in os.environ and "UV_DEFAULT_INDEX" not in os.environ:
-            environment[own] = os.environ[pips]  # uv reads none of pip's settings
-    if os.path.exists(_SYSTEM_CERTIFICATES):  # as pip does; by default uv trusts only what it brings along
-        environment["UV_SYSTEM_CERTS"] = os.environ.get("UV_SYSTEM_CERTS", "true")
     return await run_program(
         [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments],
         hear,
-        environment=environment,
+        environment=_uv_environment(),
     )
+
+
+def _uv_environment() -> dict[str, str]:
+    """What makes uv use the same index as pip, and trust it as pip does: uv reads none of pip's settings."""
+    found = {"UV_NO_PROGRESS": "1"}
+    for own, pips in (("UV_INDEX_URL", "PIP_INDEX_URL"), ("UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
+        if pips in os.environ and own not in os.environ and "UV_DEFAULT_INDEX" not in os.environ:
+            found[own] = os.environ[pips]
+    if os.path.exists(_SYSTEM_CERTIFICATES):  # else uv trusts the authorities that it brings along
+        found["UV_SYSTEM_CERTS"] = os.environ.get("UV_SYSTEM_CERTS", "true")
+    return found
 
 
 def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniError:
