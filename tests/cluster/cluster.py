@@ -58,6 +58,7 @@ class Cluster(Connection):
         folder: where all its state lies.
         level: what runs in it.
         log: is told of each stage that is reached.
+        shared: folders of this machine that pods of the runtime class "machine" see, read-only, where they are here.
         orphans: whether it outlives this program; if not, it dies with it, however that ends.
     """
 
@@ -67,6 +68,7 @@ class Cluster(Connection):
         level: Level = "node",
         log: Callable[[str], object] = str,  # by default it says nothing
         *,
+        shared: Sequence[Path] = (),
         orphans: bool = True,
     ) -> None:
         self.folder = Path(folder).resolve()
@@ -77,6 +79,7 @@ class Cluster(Connection):
         self.number: int | None = None  # the sandbox's link, cgroup and addresses are named by it
         self.processes: dict[str, Process] = {}
         self._log = log
+        self._shared = tuple(shared)
         self._orphans = orphans
         self._began = time.monotonic()
         self._values: dict[str, object] = {}  # what the files in etc/ have filled in
@@ -207,6 +210,7 @@ class Cluster(Connection):
     def _start_containerd(self) -> None:
         for name in ("containerd.toml", "pods.conflist", "kubelet.yaml", "kube-proxy.yaml"):
             self._write(f"etc/{name}", self._filled((HERE / "etc" / name).read_text()))
+        self._write("etc/machine.json", json.dumps(self._specification()))
         self._start("containerd")
         socket = Path(f"/proc/{self.processes['init'].pid}/root/run/containerd/containerd.sock")
         self._wait("containerd", "its socket", 30, socket.exists)
@@ -217,10 +221,19 @@ class Cluster(Connection):
             self.image(f"{name}:cluster", root, [f"/{name}"])
         self._say("containerd is ready")
 
+    def _specification(self) -> dict[str, Any]:
+        """What containers of the runtime class "machine" are made from, before the kubelet adds its own."""
+        specification: dict[str, Any] = json.loads(self._run([str(self.bin / "ctr"), "oci", "spec"]))
+        for folder in map(str, self._shared):
+            bound = {"destination": folder, "type": "bind", "source": folder, "options": ["rbind", "ro"]}
+            specification["mounts"].append(bound)
+        return specification
+
     def _start_node(self) -> None:
         for name in ("kube-scheduler", "kubelet", "kube-proxy"):
             self._start(name)
-        self.kubectl("apply", "-f", str(HERE / "etc/coredns.yaml"))
+        for name in ("coredns", "machine"):
+            self.kubectl("apply", "-f", str(HERE / f"etc/{name}.yaml"))
         self._wait("kubelet", "the node to be Ready", 90, self._node_ready)
         self._say("the node is ready")
         self._wait("kubelet", "CoreDNS", 90, self._dns_ready)

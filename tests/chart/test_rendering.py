@@ -1,0 +1,105 @@
+"""What the chart makes of values, and that an API server takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from chart.chart import CHART, EVERYTHING, FOREIGN, ROOT, called, objects, options, template
+from cluster.connection import ClusterError, Connection
+
+pytestmark = pytest.mark.cluster_api
+VALUES = [pytest.param({}, id="nothing set"), pytest.param(EVERYTHING, id="everything set")]
+
+
+@pytest.mark.parametrize("values", [*VALUES, pytest.param(FOREIGN, id="with definitions of others")])
+def test_it_is_linted_and_renders_to_the_same_bytes_twice(api_cluster: Connection, values: dict[str, Any]) -> None:
+    api_cluster.helm("lint", "--strict", str(CHART), *options(values))
+    assert template(api_cluster, values) == template(api_cluster, values)
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_an_api_server_takes_what_is_rendered(api_cluster: Connection, namespace: str, values: dict[str, Any]) -> None:
+    namespaces = [namespace] if values else []
+    rendered = template(api_cluster, {**values, "namespaces": namespaces}, namespace=namespace)
+    said = api_cluster.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f", "-", stdin=rendered
+    )
+    assert len(said.splitlines()) == len(objects(rendered))
+
+
+@pytest.mark.parametrize("name", ["operator", "gateway"])
+def test_definitions_of_others_are_used_only_when_asked_for(api_cluster: Connection, name: str) -> None:
+    foreign = {"HTTPRoute", "ServiceMonitor", "PodMonitor", "Ingress"}
+    assert not foreign & {one["kind"] for one in objects(template(api_cluster))}
+    documents = objects(template(api_cluster, FOREIGN))
+    assert foreign - {"Ingress"} <= {one["kind"] for one in documents}
+    services = list(called(documents, "Service", name))
+    assert (
+        services[0]["spec"]["ports"][0]["name"]
+        == next(called(documents, "ServiceMonitor"))["spec"]["endpoints"][0]["port"]
+    )
+
+
+def test_the_crds_are_the_repositorys_but_for_being_kept(api_cluster: Connection) -> None:
+    rendered = {
+        one["metadata"]["name"]: one for one in called(objects(template(api_cluster)), "CustomResourceDefinition")
+    }
+    for path in (ROOT / "crds").iterdir():
+        definition = yaml.safe_load(path.read_text())
+        kept = rendered.pop(definition["metadata"]["name"])
+        assert kept["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert kept == definition
+    assert not rendered
+    assert not list(called(objects(template(api_cluster, {"crds": {"install": False}})), "CustomResourceDefinition"))
+
+
+def images(node: Any) -> Iterator[str]:
+    """Every image that a rendered object runs, or has others run."""
+    if isinstance(node, dict):
+        yield from (value for name, value in node.items() if name == "image")
+        if node.get("name") == "OMNI_AGENT_IMAGE":
+            yield node["value"]
+        for child in node.values():
+            yield from images(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from images(child)
+
+
+def test_images_are_named_by_tag_or_digest(api_cluster: Connection) -> None:
+    assert set(images(objects(template(api_cluster)))) == {"omnimodel-operator:0.1.0", "omnimodel-agent:0.1.0"}
+    everything = set(images(objects(template(api_cluster, EVERYTHING))))
+    assert everything == {f"example/operator@sha256:{'a' * 64}", "example/agent:1.2.3"}
+
+
+def test_two_releases_share_no_name_but_the_crds(api_cluster: Connection) -> None:
+    def names(name: str, namespace: str) -> set[tuple[str, str, str]]:
+        documents = objects(template(api_cluster, {"crds": {"install": False}}, name, namespace))
+        return {(one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"]) for one in documents}
+
+    assert not names("one", "team-a") & names("one", "team-b")
+    assert names("one", "team-a") & names("two", "team-a") == {("ServiceAccount", "team-a", "omni-agent")}
+
+
+REFUSED = [
+    ("a misspelt value", {"gateways": {}}, "gateways"),
+    ("a misspelt value further down", {"gateway": {"replica": 2}}, "replica"),
+    ("no pods", {"gateway": {"replicas": 0}}, "/gateway/replicas"),
+    ("a number as text", {"operator": {"replicas": "2"}}, "/operator/replicas"),
+    ("a namespace in capitals", {"namespaces": ["Team"]}, "/namespaces/0"),
+    ("a namespace twice", {"namespaces": ["a", "a"]}, "/namespaces"),
+    ("half a digest", {"images": {"operator": {"digest": "sha256:abc"}}}, "/images/operator/digest"),
+    ("an ingress without hosts", {"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts is empty: name a host"),
+    ("a route without gateway", {"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is empty: name a Gateway"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "named"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_bad_values_are_refused_by_name(api_cluster: Connection, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ClusterError) as refused:
+        template(api_cluster, values)
+    assert named in refused.value.stderr
