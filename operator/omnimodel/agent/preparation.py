@@ -138,6 +138,8 @@ class Preparation:
             image = await asyncio.to_thread(self.store.lookup, image_key(spec, dtype))
             if image is None:
                 source = await self._fetch(subject, spec, report)
+                if self._publishing.locked():
+                    report("queued", -1.0)
                 async with self._publishing:
                     image = await self._publish(subject, spec, dtype, source, environment, report)
                 source = None

@@ -18,6 +18,7 @@ from omnimodel.protocol.report import ModelReport, PoolReport
 _WORK = {
     "fetching": ("Fetching", "its source is being fetched"),
     "building": ("Building", "its environment is being built"),
+    "queued": ("Queued", "it is published when the models before it are"),
     "publishing": ("Publishing", "its weights are being published as an image"),
     "starting": ("Starting", "its process is being started"),
     "probing": ("Probing", "its known answer is being checked"),
