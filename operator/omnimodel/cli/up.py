@@ -139,6 +139,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     from omnimodel.controllers.local_backend import LocalBackend
     from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
     from omnimodel.gateway.app import create_app
+    from omnimodel.protocol.ingress import Told
 
     agent = Agent(options.state_dir)
     runner: web.AppRunner | None = None
@@ -149,7 +150,11 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
         identities = IdentityFile(options.state_dir / OBJECTS_FILE)
         controller = LocalController(options.folder, agent, identities, pool=options.pool, memory=options.memory)
         runner = web.AppRunner(
-            create_app(LocalBackend(agent, controller.refused), controller),
+            create_app(
+                LocalBackend(agent, controller.refused),
+                controller,
+                reporting=Told(agent.report, controller.wait_changed),
+            ),
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=FASTER_SECONDS,

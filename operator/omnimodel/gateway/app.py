@@ -167,7 +167,8 @@ async def _healthz(_: web.Request) -> web.Response:
 async def _readyz(request: web.Request) -> web.Response:
     """Ready while it takes requests and a pool serves; one broken model of a catalogue does not change that."""
     gateway = request.app[GATEWAY]
-    reasons = ["the gateway is being stopped"] if gateway.closing.is_set() else []
+    ending = gateway.closing.is_set() or gateway.leaving.is_set()
+    reasons = ["the gateway is being stopped"] if ending else []
     pools = [item.get("status") or {} for item in gateway.admin.objects("OmniPool")]
     unready = [status for status in pools if _condition(status, "Ready") == "False"]
     if pools and len(unready) == len(pools):

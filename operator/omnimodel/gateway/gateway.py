@@ -47,6 +47,7 @@ class Gateway:
         self.relay = Relay(backend, settings, self.measures)
         self.buffered = Buffered(settings.buffered_bytes)
         self.closing = asyncio.Event()
+        self.leaving = asyncio.Event()  # no longer ready, so that nobody new comes, but whoever comes is served
 
     def terms(self, request: web.Request) -> Terms:
         """Deadline and priority of a request.

@@ -106,8 +106,8 @@ class RoutingBackend:
     Args:
         here: where this gateway is.
         measures: where decisions are counted.
-        known: cards of models that no agent has at the moment, by `namespace/name`: with a reason when they will have
-            none, and ready when a request may wait for one.
+        known: cards of all models there are, by `namespace/name`, for those that no agent has at the moment: with a
+            reason when they will have none, and ready when a request may wait for one. None when only the agents know.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RoutingBackend:
         *,
         here: Place | None = None,
         measures: RoutingMeasures | None = None,
-        known: Callable[[], Mapping[str, ModelCard]] = dict,
+        known: Callable[[], Mapping[str, ModelCard] | None] = lambda: None,
     ) -> None:
         self.here = here or Place()
         self.measures = measures or RoutingMeasures()
@@ -229,11 +229,12 @@ class RoutingBackend:
     def models(self) -> Sequence[ModelCard]:
         """Every model of every agent, in the order of their names; made anew only after a change."""
         if self._cards is None:
-            found = {key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()}
-            found |= self._known()
+            known = self._known()
+            last = {key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()}
+            found = dict(last if known is None else known)
             for key, seats in self._by_model.items():
                 cards = [seat.snapshot.cards[key] for seat in seats if seat.snapshot]
-                if cards:
+                if cards and (known is None or key in known):  # a deleted model may yet be with its agent
                     found[key] = _merged(cards)
             self._cards = sorted(found.values(), key=lambda card: card.name)
         return self._cards
@@ -255,6 +256,9 @@ class RoutingBackend:
         tried: set[Seat] = set()
         refusal: NotSentError | None = None
         rounds = 0
+        known = self._known()
+        if known is not None and key not in known:
+            raise _refused(key, "there is no such model", Reason.MODEL_NOT_FOUND, 404)
         while True:
             seat = self.choose(key, tried)
             if seat is None:
@@ -351,11 +355,12 @@ class RoutingBackend:
         Raises:
             DispatchError: with the reason.
         """
-        card = self._known().get(key)
+        known = self._known()
+        card = known.get(key) if known is not None else None
         if card is not None and not card.ready:
             reason = Reason(card.reason) if card.reason in set(Reason) else Reason.INTERNAL
             raise _refused(key, card.message or "it is not ready", reason, 503)
-        if card is not None or key in self._by_model:
+        if card is not None or (known is None and key in self._by_model):
             return
         absent = [seat for seat in self.seats.values() if seat.last and key in seat.last.cards]
         if not absent:

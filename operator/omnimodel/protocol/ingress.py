@@ -13,7 +13,7 @@ whole one, and an empty object when there was none for a while.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
@@ -40,11 +40,21 @@ _Record = TypeVar("_Record", bound=object)
 class Reporting(Protocol):
     """An agent, as the routes of this protocol see it beside `Backend`."""
 
-    def report(self) -> AgentReport:
-        """Everything at this moment."""
+    @property
+    def report(self) -> Callable[[], AgentReport]:
+        """Called for everything at this moment."""
 
-    async def wait_changed(self) -> None:
-        """Return when the report may have changed; any number of callers may wait."""
+    @property
+    def wait_changed(self) -> Callable[[], Awaitable[None]]:
+        """Called to wait until the report may have changed; any number may wait."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A `Reporting` of two functions."""
+
+    report: Callable[[], AgentReport]
+    wait_changed: Callable[[], Awaitable[None]]
 
 
 def key_of(card: ModelCard) -> str:

@@ -1,0 +1,207 @@
+"""`omni gateway`: the endpoints in front of the agents of other pods or machines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from omnimodel.cli.up import Listen, Stops
+from omnimodel.errors import OmniError
+
+if TYPE_CHECKING:
+    from omnimodel.gateway.remote_admin import AgentsAdmin
+    from omnimodel.gateway.routing import RoutingBackend
+    from omnimodel.gateway.routing_measures import RoutingMeasures
+
+log = logging.getLogger(__name__)
+
+LINGER_SECONDS = 5.0  # after SIGTERM: until every node has taken the pod out of its Service
+SYNC_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `omni gateway` was asked for."""
+
+    host: str
+    port: int
+    agents: tuple[str, ...]
+    namespaces: tuple[str, ...]
+    kubeconfig: str
+    region: str
+    zone: str
+    drain_seconds: float
+    linger_seconds: float
+
+
+def words(_: click.Context, __: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    """Values of an option that may be repeated, or hold several with commas between."""
+    return tuple(word.strip() for text in value for word in text.split(",") if word.strip())
+
+
+@click.command()
+@click.option("--listen", type=Listen(), envvar="OMNI_LISTEN", default="127.0.0.1:8080", show_default=True,
+              help="Where to answer; port 0 takes a free one.")  # fmt: skip
+@click.option("--agents", multiple=True, envvar="OMNI_AGENTS", callback=words, metavar="URL,…",
+              help="The agents, or systems of `omni up`; without it those that a cluster has.")  # fmt: skip
+@click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", callback=words, metavar="NAME,…",
+              help="Namespaces of the cluster to look at.  [default: all]")  # fmt: skip
+@click.option("--kubeconfig", default="", metavar="FILE", help="How to reach the cluster.  [default: as kubectl]")
+@click.option("--region", envvar="OMNI_REGION", default="", help="Where this gateway is.")
+@click.option("--zone", envvar="OMNI_ZONE", default="", help="Where this gateway is.")
+@click.option("--drain", "drain_seconds", envvar="OMNI_DRAIN_SECONDS", type=click.FloatRange(min=0), default=30.0,
+              show_default=True, help="Seconds that SIGTERM leaves to requests in flight.")  # fmt: skip
+@click.option("--linger", "linger_seconds", envvar="OMNI_LINGER_SECONDS", type=click.FloatRange(min=0),
+              help="Seconds after SIGTERM in which requests are still taken.  [default: 5 in a cluster, else 0]",
+              )  # fmt: skip
+@click.pass_context
+def command(
+    context: click.Context,
+    listen: tuple[str, int],
+    agents: tuple[str, ...],
+    namespaces: tuple[str, ...],
+    kubeconfig: str,
+    region: str,
+    zone: str,
+    drain_seconds: float,
+    linger_seconds: float | None,
+) -> None:
+    """Answer requests by the agents of a cluster, or by those named with --agents."""
+    if linger_seconds is None:
+        linger_seconds = 0.0 if agents else LINGER_SECONDS
+    log_to_stderr(debug=bool(context.obj))
+    asyncio.run(
+        serve(
+            Options(*listen, agents, namespaces, kubeconfig, region, zone, drain_seconds, linger_seconds),
+        )
+    )
+
+
+def log_to_stderr(*, debug: bool) -> None:
+    """Where a container's log goes; the level is that of OMNI_LOG_LEVEL."""
+    import os
+
+    level = logging.DEBUG if debug else getattr(logging, os.environ.get("OMNI_LOG_LEVEL", "info").upper(), logging.INFO)
+    logging.basicConfig(
+        level=level, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s", stream=sys.stderr, force=True
+    )
+    for chatty in ("asyncio", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+async def serve(options: Options) -> None:
+    """Run until told to stop; then take no more, let what is in flight end, and end.
+
+    Raises:
+        OmniError: the address cannot be listened on, or there is no way to a cluster.
+    """
+    from prometheus_client import CollectorRegistry
+
+    from omnimodel.gateway.app import create_app
+    from omnimodel.gateway.app import serve as listen
+    from omnimodel.gateway.gateway import GATEWAY
+    from omnimodel.gateway.routing_measures import RoutingMeasures
+    from omnimodel.gateway.settings import Settings
+
+    stops = Stops()
+    registry = CollectorRegistry()
+    measures = RoutingMeasures(registry)
+    async with (_by_hand if options.agents else _by_cluster)(options, measures) as (backend, admin):
+        app = create_app(
+            backend, admin, settings=Settings(drain_seconds=options.drain_seconds), metrics_registry=registry
+        )
+        listening = await listen(app, options.host, options.port)
+        print(f"listening on {listening.address}", file=sys.stderr, flush=True)
+        closing = asyncio.create_task(_close_after(stops, app[GATEWAY].leaving, options.linger_seconds))
+        await closing
+        print("stopping: requests in flight may finish", file=sys.stderr, flush=True)
+        ended = asyncio.create_task(listening.close())
+        hurry = asyncio.create_task(stops.next())
+        await asyncio.wait({ended, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not ended.done():
+            ended.cancel()
+        await asyncio.gather(ended, hurry, return_exceptions=True)
+    print("stopped", file=sys.stderr, flush=True)
+
+
+async def _close_after(stops: Stops, leaving: asyncio.Event, linger_seconds: float) -> None:
+    """Wait for the first request to stop, and then a while longer, or for the second."""
+    await stops.next()
+    leaving.set()
+    hurry = asyncio.create_task(stops.next())
+    await asyncio.wait({hurry}, timeout=linger_seconds)
+    hurry.cancel()
+
+
+Made = tuple["RoutingBackend", "AgentsAdmin"]
+
+
+@asynccontextmanager
+async def _by_hand(options: Options, measures: RoutingMeasures) -> AsyncIterator[Made]:
+    """A backend for agents that were named."""
+    from omnimodel.controllers.gateway_objects import AgentObjects
+    from omnimodel.gateway.order import Place
+    from omnimodel.gateway.remote_admin import AgentsAdmin
+    from omnimodel.gateway.routing import Address, RoutingBackend
+
+    backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures)
+    backend.set_agents(Address(_url(agent)) for agent in options.agents)
+    try:
+        yield backend, AgentsAdmin(backend, AgentObjects(backend))
+    finally:
+        await backend.close()
+
+
+@asynccontextmanager
+async def _by_cluster(options: Options, measures: RoutingMeasures) -> AsyncIterator[Made]:
+    """A backend for the agents of a cluster."""
+    from omnimodel.controllers.gateway_kubernetes import Discovery
+    from omnimodel.gateway.order import Place
+    from omnimodel.gateway.remote_admin import AgentsAdmin
+    from omnimodel.gateway.routing import RoutingBackend
+    from omnimodel.kube import Kube
+
+    async with await Kube.connect(options.kubeconfig, component="gateway") as kube:
+        discovery = Discovery(kube, options.namespaces)
+        backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures, known=discovery.known)
+        following = asyncio.create_task(discovery.run(backend), name="discovery")
+        try:
+            await _first_of(discovery.wait_synced(SYNC_SECONDS), following)
+            yield backend, AgentsAdmin(backend, discovery.objects)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await backend.close()
+
+
+async def _first_of(wait: Any, other: asyncio.Task[Any]) -> None:
+    """Wait for something, unless a task that it depends on fails first."""
+    waiting = asyncio.ensure_future(wait)
+    await asyncio.wait({waiting, other}, return_when=asyncio.FIRST_COMPLETED)
+    if other.done():
+        waiting.cancel()
+        other.result()
+    await waiting
+
+
+def _url(agent: str) -> str:
+    """The URL of an agent; the scheme may be left out.
+
+    Raises:
+        OmniError: it is none.
+    """
+    from urllib.parse import urlsplit
+
+    url = agent if "//" in agent else f"http://{agent}"
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise OmniError(f"agent {agent!r}", "it is no HTTP URL", "write it as http://10.0.0.7:8710")
+    return url.rstrip("/")

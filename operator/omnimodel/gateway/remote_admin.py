@@ -1,0 +1,199 @@
+"""What the command line asks of a gateway, answered by the agents behind it (`protocol.admin.Admin`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import aiohttp
+
+from omnimodel.errors import DispatchError, Reason
+from omnimodel.gateway.remote import CONNECT_SECONDS
+from omnimodel.gateway.routing import RoutingBackend, Seat
+from omnimodel.protocol.admin import ADMIN_PATH, Event
+
+_ANSWER_SECONDS = 10.0  # beside the deadline that the agent keeps
+
+Objects = Callable[[str], Sequence[Mapping[str, Any]]]
+
+
+class AgentsAdmin:
+    """See the module.
+
+    Args:
+        backend: whose agents are asked.
+        objects: whole objects of a kind.
+        errors: of manifests, for people.
+    """
+
+    def __init__(
+        self, backend: RoutingBackend, objects: Objects, errors: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    ) -> None:
+        self._backend = backend
+        self._objects = objects
+        self._errors = errors
+
+    def objects(self, kind: str) -> Sequence[Mapping[str, Any]]:
+        """Whole objects of a kind."""
+        return self._objects(kind)
+
+    async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
+        """Have the best agent make a model resident."""
+        seat = self._seat(namespace, name)
+        return {"pod": seat.agent.name, **await self._ask(seat, namespace, name, "wake", deadline_seconds)}
+
+    async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
+        """Have every agent where it is resident free its device bytes."""
+        key = f"{namespace}/{name}"
+        seats = [
+            seat
+            for seat in self._backend.seats.values()
+            if seat.snapshot and key in seat.snapshot.cards and seat.snapshot.cards[key].tier == "resident"
+        ] or [self._seat(namespace, name)]
+        answers = await asyncio.gather(
+            *(self._ask(seat, namespace, name, "evict", deadline_seconds) for seat in seats), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return {"pods": [seat.agent.name for seat in seats], **next(a for a in answers if isinstance(a, Mapping))}
+
+    async def _ask(
+        self, seat: Seat, namespace: str, name: str, verb: str, deadline_seconds: float
+    ) -> Mapping[str, Any]:
+        query = urlencode({"deadlineSeconds": deadline_seconds})
+        url = f"{seat.agent.address}{_path(namespace, name)}/{verb}?{query}"
+        timeout = aiohttp.ClientTimeout(total=deadline_seconds + _ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
+        try:
+            async with seat.agent.session.post(url, timeout=timeout) as response:
+                body = await response.read()
+                if response.status >= 400:
+                    raise _refusal(namespace, name, response.status, body)
+                return dict(json.loads(body))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise _lost(seat, namespace, name, error) from error
+
+    def _seat(self, namespace: str, name: str) -> Seat:
+        seat = self._backend.choose(f"{namespace}/{name}")
+        if seat is not None:
+            return seat
+        subject = f"OmniModel {namespace}/{name}"
+        if any(card.namespace == namespace and card.name in {name, f"{namespace}/{name}"} for card in self._models()):
+            raise DispatchError(
+                subject, "no agent has it at the moment", "see omni get models", reason=Reason.DRAINING, status=503,
+                retry_after_seconds=5,
+            )  # fmt: skip
+        raise DispatchError(
+            subject, "there is no such model", "see omni get models", reason=Reason.MODEL_NOT_FOUND, status=404
+        )
+
+    def _models(self) -> Sequence[Any]:
+        return self._backend.models()
+
+    async def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
+        """What the model's process printed on the agent that gets its requests."""
+        seat = self._seat(namespace, name)
+        query = urlencode({"tail": tail, "follow": str(follow).lower()})
+        async for line in self._lines(seat, f"{_path(namespace, name)}/logs?{query}"):
+            yield line
+
+    async def events(self, *, follow: bool) -> AsyncIterator[Event]:
+        """What happened on the agents there are now, oldest first, then what happens."""
+        found: list[Event] = []
+        for seat in list(self._backend.seats.values()):
+            with suppress(DispatchError):
+                found += [event async for event in self._events(seat, follow=False)]
+        seen = {_fingerprint(event) for event in found}
+        for event in sorted(found, key=lambda event: event.time_seconds):
+            yield event
+        if follow:
+            async for event in self._coming():
+                if _fingerprint(event) not in seen:
+                    yield event
+
+    async def _coming(self) -> AsyncIterator[Event]:
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+
+        async def copy(seat: Seat) -> None:
+            with suppress(DispatchError):
+                async for event in self._events(seat, follow=True):
+                    await queue.put(event)
+
+        tasks = [asyncio.create_task(copy(seat)) for seat in self._backend.seats.values()]
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _events(self, seat: Seat, *, follow: bool) -> AsyncIterator[Event]:
+        async for line in self._lines(seat, f"{ADMIN_PATH}/events?follow={str(follow).lower()}"):
+            yield Event(**json.loads(line))
+
+    async def _lines(self, seat: Seat, path: str) -> AsyncIterator[bytes]:
+        try:
+            async with seat.agent.session.get(seat.agent.address + path) as response:
+                if response.status >= 400:
+                    raise _refusal("", seat.agent.name, response.status, await response.read())
+                async for line in response.content:
+                    yield line
+        except (aiohttp.ClientError, OSError) as error:
+            raise _lost(seat, "", "", error) from error
+
+    def status_lines(self) -> Mapping[str, Any]:
+        """`errors` of manifests, `activity` of models that are being worked on, and the agents."""
+        activity = [
+            {"model": key, "phase": report.phase, "progress": report.progress, "pod": seat.agent.name}
+            for seat in self._backend.seats.values()
+            if seat.snapshot
+            for key, report in seat.snapshot.models.items()
+            if report.phase not in {"serving", "idle", "failed", "suspended"}
+        ]
+        agents = [
+            {"pod": seat.agent.name, "address": seat.address.url, "up": seat.there, "problem": _problem(seat)}
+            for seat in self._backend.seats.values()
+        ]
+        return {"errors": list(self._errors()), "activity": activity, "agents": agents, "settled": not activity}
+
+
+def _problem(seat: Seat) -> str:
+    return "" if seat.there else seat.problem
+
+
+def _path(namespace: str, name: str) -> str:
+    return f"{ADMIN_PATH}/models/{quote(namespace)}/{quote(name)}"
+
+
+def _fingerprint(event: Event) -> tuple[object, ...]:
+    return event.time_seconds, event.kind, event.namespace, event.name, event.reason, event.message
+
+
+def _refusal(namespace: str, name: str, status: int, body: bytes) -> DispatchError:
+    """The error object of an agent's own endpoint."""
+    message, reason = body.decode(errors="replace"), Reason.INTERNAL
+    with suppress(ValueError, KeyError, TypeError):
+        error = json.loads(body)["error"]
+        message = str(error["message"])
+        words = {value.replace("_", "").lower(): value for value in (str(error.get("code")),)}
+        reason = next((known for known in Reason if known.value.lower() in words), Reason.INTERNAL)
+    subject = f"OmniModel {namespace}/{name}"
+    return DispatchError(
+        subject if not message.startswith(subject) else "", message, reason=reason, status=status
+    )  # fmt: skip
+
+
+def _lost(seat: Seat, namespace: str, name: str, error: Exception) -> DispatchError:
+    return DispatchError(
+        f"OmniModel {namespace}/{name}" if name else f"agent {seat.agent.name}",
+        f"the agent in {seat.agent.name} does not answer ({type(error).__name__})",
+        "try again",
+        reason=Reason.DRAINING,
+        status=503,
+        retry_after_seconds=5,
+    )
