@@ -31,9 +31,15 @@ WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: o
 _PROBE_SECONDS = 120.0
 
 
-def working_from_measured(peak_bytes: int) -> int:
-    """The working memory a model is granted, from the most that its process held until its first answer."""
-    wanted = peak_bytes + peak_bytes // 4 + WORKING_HEADROOM_BYTES
+def working_from_measured(peak_bytes: int, coming_bytes: int = 0) -> int:
+    """The working memory a model is granted.
+
+    Args:
+        peak_bytes: the most that its process held until its first answer.
+        coming_bytes: what its engine knows that it will need beyond that, such as a cache of keys and values; 0 when
+            it does not know.
+    """
+    wanted = peak_bytes + max(coming_bytes, peak_bytes // 4) + WORKING_HEADROOM_BYTES
     return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
 
 
@@ -72,6 +78,8 @@ class Model:
         self._task: asyncio.Task[None] | None = None
         self._revising: asyncio.Task[None] | None = None
         self._discarding: set[asyncio.Task[None]] = set()
+        self._card: ModelCard | None = None
+        self._card_of: tuple[object, ...] = ()
         self._bring(instance)
 
     @property
@@ -213,7 +221,7 @@ class Model:
             if not instance.measured:
                 peak_bytes = instance.process.group.peak_bytes() if instance.process else None
                 measured_bytes = max(peak_bytes or 0, instance.private_bytes)
-                self._broker.learn_working(instance, working_from_measured(measured_bytes))
+                self._broker.learn_working(instance, working_from_measured(measured_bytes, instance.coming_bytes))
                 Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
@@ -281,40 +289,53 @@ class Model:
     # What is reported
 
     def card(self) -> ModelCard:
-        """The model for a gateway."""
+        """The model for a gateway. Asked for with every request, so that it is made anew only when it changes."""
+        instance = self.serving
+        seen = (instance, instance.spec, instance.prepared, instance.tier, *self._readiness())
+        if self._card is None or seen != self._card_of:
+            self._card, self._card_of = self._make_card(*self._readiness()), seen
+        return self._card
+
+    def _make_card(self, ready: bool, reason: str, message: str) -> ModelCard:
         instance, spec = self.serving, self.serving.spec
-        report = self.report()
         return ModelCard(
             name=instance.model if instance.namespace == "default" else self.key,
             namespace=instance.namespace,
             served_names=tuple(name["name"] for name in spec["servedNames"]),
             task=spec["task"],
-            tier=report.tier,
-            ready=report.ready,
-            reason=report.reason,
-            message=report.message,
+            tier=instance.tier,
+            ready=ready,
+            reason=reason,
+            message=message,
             listed=any(name["listed"] for name in spec["servedNames"]),
             defaults={name["name"]: name["defaults"] for name in spec["servedNames"] if name["defaults"]},
             request_bytes=instance.limits.request_bytes,
-            inputs=report.inputs,
-            outputs=report.outputs,
+            inputs=self._tensors("inputs"),
+            outputs=self._tensors("outputs"),
             capabilities=tuple(spec["capabilities"]),
             metadata=spec["metadata"],
             created_seconds=self.created_seconds,
-            concurrency=instance.limits.concurrency,
         )
+
+    def _tensors(self, which: str) -> tuple[dict[str, Any], ...]:
+        prepared = self.serving.prepared
+        return tuple(prepared.image.index.metadata.get(which) or ()) if prepared and prepared.image else ()
+
+    def _readiness(self) -> tuple[bool, str, str]:
+        """Whether the revision that serves is ready; reason and sentence when it, or the one to follow, is not."""
+        instance = self.serving
+        if instance.blocked:
+            return False, str(Reason.TOO_LARGE), instance.blocked
+        failing = instance.failure if not instance.verified or instance.retry_at_seconds > time.monotonic() else None
+        problem = self.problem or failing
+        ready = instance.verified and failing is None
+        return ready, str(problem.reason) if problem else "", problem.problem if problem else ""
 
     def report(self) -> ModelReport:
         """The model now."""
         instance = self.serving
-        failing = instance.failure if not instance.verified or instance.retry_at_seconds > time.monotonic() else None
-        problem = self.problem or failing
-        ready = instance.verified and failing is None and not instance.blocked
+        ready, reason, message = self._readiness()
         device_bytes, host_bytes = self._broker.memory.ledger.held_by(instance.name)
-        prepared = instance.prepared
-        metadata = prepared.image.index.metadata if prepared and prepared.image else {}
-        message = instance.blocked or (str(problem.problem) if problem else instance.message)
-        reason = str(Reason.TOO_LARGE) if instance.blocked else str(problem.reason) if problem else ""
         return ModelReport(
             namespace=instance.namespace,
             name=instance.model,
@@ -324,7 +345,7 @@ class Model:
             ready=ready,
             progress=self.progress,
             reason=reason,
-            message=message,
+            message=message or instance.message,
             weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
             working_bytes=instance.working_bytes if instance.measured else 0,
             device_bytes=device_bytes,
@@ -339,8 +360,8 @@ class Model:
             last_wake_seconds=instance.last_wake_seconds,
             last_request_seconds=instance.last_request_seconds,
             since_seconds=instance.since_seconds,
-            inputs=tuple(metadata.get("inputs") or ()),
-            outputs=tuple(metadata.get("outputs") or ()),
+            inputs=self._tensors("inputs"),
+            outputs=self._tensors("outputs"),
             process=self._process(instance),
         )
 
