@@ -59,6 +59,7 @@ class Ingress:
             try:
                 await self._admission(waiter, instance, deadline, allowed)
                 instance = waiter.line.instance
+                hold = self._hold(instance, began)
                 response = await self._send(instance, request, deadline, allowed)
                 break
             except _NotSentError as error:  # its process died before it could take the request: the next one will
@@ -71,7 +72,6 @@ class Ingress:
                 raise
         line = waiter.line
         try:
-            hold = self._hold(instance, began)
             async with self._received(instance, response, hold, deadline, allowed) as answer:
                 yield answer
             line.served += 1
