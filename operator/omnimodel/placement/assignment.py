@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -121,15 +121,15 @@ class Plan:
 def plan(models: Sequence[ModelDemand], pools: Sequence[PoolSupply]) -> Plan:
     """Assign every model to a pod of its pool, or say why not.
 
-    Kept models come first, then the older ones, so that a new model never pushes out one that serves. A model goes to
-    the pod it is on, else to the one with the most room in its over-commit.
+    Kept models come first, then the more important ones, then the older ones, so that a new model never pushes out one
+    of its own rank that serves. A model goes to the pod it is on, else to the one with the most room.
     """
-    served_names, warnings = _grant_names(models)
+    served_names, warnings = grant_names(models)
     by_pool = {pool.name: pool for pool in pools}
     loads: dict[tuple[str, str], list[ModelDemand]] = {(pool.name, pod): [] for pool in pools for pod in pool.pods}
     assigned: dict[str, tuple[str, str]] = {}
     refused: list[Finding] = []
-    for model in sorted(models, key=lambda m: (not m.keep_resident, -m.priority if m.keep_resident else 0, *_age(m))):
+    for model in sorted(models, key=precedence):
         pool = by_pool.get(model.pool)
         if model.suspended:
             refused.append(Finding(model.key, Reason.SUSPENDED, "is suspended by its manifest (spec.suspend)"))
@@ -141,7 +141,7 @@ def plan(models: Sequence[ModelDemand], pools: Sequence[PoolSupply]) -> Plan:
             continue
         refusals: list[Finding] = []
         for pod in sorted(pool.pods, key=lambda name: (name != model.pod, _sum_bytes(loads[pool.name, name]))):
-            refusal = _refusal(model, pool, loads[pool.name, pod])
+            refusal = refusal_of(model, pool, loads[pool.name, pod])
             if refusal is None:
                 loads[pool.name, pod].append(model)
                 assigned[model.key] = (pool.name, pod)
@@ -162,6 +162,11 @@ def plan(models: Sequence[ModelDemand], pools: Sequence[PoolSupply]) -> Plan:
     )
 
 
+def precedence(model: ModelDemand) -> tuple[bool, int, float, str]:
+    """Who is placed first: kept models, then the more important, then the older."""
+    return not model.keep_resident, -model.priority, *_age(model)
+
+
 def _age(model: ModelDemand) -> tuple[float, str]:
     return model.created_seconds, model.key
 
@@ -170,7 +175,7 @@ def _sum_bytes(models: Sequence[ModelDemand]) -> int:
     return sum(model.footprint_bytes for model in models)
 
 
-def _grant_names(models: Sequence[ModelDemand]) -> tuple[dict[str, tuple[str, ...]], list[Finding]]:
+def grant_names(models: Iterable[ModelDemand]) -> tuple[dict[str, tuple[str, ...]], list[Finding]]:
     """Give each served name to the oldest model that asks for it."""
     owner: dict[str, str] = {}
     granted: dict[str, tuple[str, ...]] = {}
@@ -190,10 +195,10 @@ def _grant_names(models: Sequence[ModelDemand]) -> tuple[dict[str, tuple[str, ..
 
 
 def _no_pods(model: ModelDemand, pool: PoolSupply) -> Finding:
-    return Finding(model.key, Reason.POOL_NOT_FOUND, f"pool {pool.name} has no pods; raise its replicas")
+    return Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods; raise its replicas")
 
 
-def _refusal(model: ModelDemand, pool: PoolSupply, load: Sequence[ModelDemand]) -> Finding | None:
+def refusal_of(model: ModelDemand, pool: PoolSupply, load: Sequence[ModelDemand]) -> Finding | None:
     """Why a model cannot be assigned to a pod that has this load already; None if it can."""
     need, budget = model.footprint_bytes, pool.budget_bytes
     if not budget:
