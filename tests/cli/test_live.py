@@ -29,7 +29,7 @@ def item(name: str, *, ready: str = "True", reason: str = "Serving", message: st
 POOL = {
     "metadata": {"name": "default"},
     "status": {
-        "budgetBytes": 448 << 20, "residentBytes": 300 << 20, "device": "host", "overcommitRatio": 3.2,
+        "budgetBytes": 448 << 20, "residentBytes": 200 << 20, "freeBytes": 148 << 20, "device": "host", "overcommitRatio": 3.2,
         "isolation": {"level": "namespaces"},
     },
 }  # fmt: skip
@@ -48,7 +48,7 @@ def line_of(text: str, name: str) -> str:
 
 def test_memory_of_the_pool_is_on_top() -> None:
     first = shown([]).splitlines()[0]
-    for part in ("pool default", "300 MiB of 448 MiB on host", "over-commit 3.20", "isolation namespaces"):
+    for part in ("pool default", "300 MiB of 448 MiB on host (200 MiB weights)", "over-commit 3.20", "isolation namespaces"):
         assert part in first
 
 

@@ -74,7 +74,7 @@ def test_plan_tells_ratio_sizes_and_what_excludes_what(folder: Path, tmp_path: P
     done = run("plan", folder, "--state-dir", tmp_path / "state")
     assert done.exit_code == 0
     assert "over-commit 1.27" in done.stdout
-    assert "default/ant + default/bee" in done.stdout
+    assert "ant   not with bee" in done.stdout
     assert "TooLarge: needs 2.00 GiB" in done.stdout
     assert "Suspended" in done.stdout
     assert "unknown" in done.stdout

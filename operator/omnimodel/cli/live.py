@@ -42,14 +42,15 @@ def screen(
 def _memory(pool: Mapping[str, Any]) -> RenderableType:
     status = pool.get("status", {})
     budget = int(status.get("budgetBytes") or 0)
-    resident = int(status.get("residentBytes") or 0)
+    held = budget - int(status.get("freeBytes", budget))
+    weights = output.size(int(status.get("residentBytes") or 0))
     line = Table.grid(padding=(0, 1))
     ratio = float(status.get("overcommitRatio") or 0)
     isolation = (status.get("isolation") or {}).get("level", "-")
     line.add_row(
         Text(f"pool {pool['metadata']['name']}", style="bold"),
-        ProgressBar(total=max(1, budget), completed=resident, width=30, complete_style="green"),
-        f"{output.size(resident)} of {output.size(budget)} on {status.get('device', '-')}",
+        ProgressBar(total=max(1, budget), completed=held, width=30, complete_style="green"),
+        f"{output.size(held)} of {output.size(budget)} on {status.get('device', '-')} ({weights} weights)",
         f"over-commit {ratio:.2f}",
         f"isolation {isolation}",
     )

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from omnimodel.api import OmniPool
     from omnimodel.catalog import Catalog
     from omnimodel.controllers.local_snapshot import Desired
+    from omnimodel.placement.assignment import PodPlan
 
-EXCLUSIVE_SHOWN = 20
+THREES_SHOWN = 10  # only where no two exclude each other: their number grows with the third power
 
 
 @click.command()
@@ -111,9 +112,9 @@ def _rows(desired: Desired) -> Iterator[tuple[str, str, str, str]]:
         shown = output.size(size_bytes) if size_bytes else "unknown"
         if refusal is None:
             remarks = [message for reason, message in desired.notes.get(model.key, ()) if reason == Reason.NAME_TAKEN]
-            yield model.key, shown, next(iter(demands), "-"), "; ".join(remarks)
+            yield _short(model.key), shown, next(iter(demands), "-"), "; ".join(remarks)
         elif refusal.reason != Reason.POOL_NOT_FOUND or model.spec.pool == desired.pool.metadata.name:
-            yield model.key, shown, "-", f"{refusal.reason}: {refusal.message}"
+            yield _short(model.key), shown, "-", f"{refusal.reason}: {refusal.message}"
 
 
 def _as_text(desired: Desired) -> Iterator[str]:
@@ -129,12 +130,36 @@ def _as_text(desired: Desired) -> Iterator[str]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "   ".join(["  " + cells[0], *cells[1:], row[3]]).rstrip()
     for pod in desired.plan.pods:
-        if pod.exclusive:
-            yield "never resident together:"
-        for group in pod.exclusive[:EXCLUSIVE_SHOWN]:
-            yield f"  {' + '.join(group.models)}: {group.message}"
-        if pod.exclusive_more or len(pod.exclusive) > EXCLUSIVE_SHOWN:
-            yield "  … and more"
+        yield from _exclusive(pod)
+
+
+def _exclusive(pod: PodPlan) -> Iterator[str]:
+    """What can never be resident together: one line a model, with all those that it excludes."""
+    if not pod.exclusive:
+        return
+    kept = f" less {output.size(pod.kept_bytes)} for the kept models" if pod.kept_bytes else ""
+    yield f"never resident together ({output.size(pod.budget_bytes)}{kept}):"
+    partners: dict[str, list[str]] = {}
+    threes: list[str] = []
+    for group in pod.exclusive:
+        first, *others = map(_short, group.models)
+        if len(others) == 1:
+            partners.setdefault(first, []).extend(others)
+        else:
+            threes.append(" + ".join((first, *others)))
+    width = max(map(len, partners), default=0)
+    for first, others in partners.items():
+        yield f"  {first:<{width}}   not with {', '.join(others)}"
+    shown = THREES_SHOWN if not partners else 0
+    for names in threes[:shown]:
+        yield f"  {names}"
+    if len(threes) > shown or pod.exclusive_more:
+        yield "  … and sets of three: see -o json"
+
+
+def _short(key: str) -> str:
+    """A model's name as all commands take it."""
+    return key.removeprefix("default/")
 
 
 def _as_json(desired: Desired) -> dict[str, Any]:
