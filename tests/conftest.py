@@ -1,4 +1,4 @@
-"""Fixtures of all rooms: the clusters."""
+"""Fixtures of all rooms: clusters, processes of models, and the check that a run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ import os
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: answers are compared to the bit
+
 from cluster.cluster import build
 from cluster.fixtures import GIVEN, api_cluster, missing, namespace, node_cluster, node_namespace
+from leftovers import nothing_left
+from runtime.fixtures import fork_server, frames, images, new_child, package, packages
 
-__all__ = ["api_cluster", "namespace", "node_cluster", "node_namespace"]
+__all__ = [
+    "api_cluster",
+    "fork_server",
+    "frames",
+    "images",
+    "namespace",
+    "new_child",
+    "node_cluster",
+    "node_namespace",
+    "nothing_left",
+    "package",
+    "packages",
+]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

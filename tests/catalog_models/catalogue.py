@@ -1,46 +1,10 @@
-"""The example catalogue as the tests need it: its manifests, what they are published from, their process specs."""
+"""Process specs of the models of the example catalogue, and the same models with ordinary weights."""
 
-from pathlib import Path
-
-import yaml
-
-from omnimodel.agent.environments import Environments
-from omnimodel.agent.sources import Sources
+from example_models import MODELS
 from runtime.children import spec
 
-CATALOG = Path(__file__).parents[2] / "examples" / "catalog"
-
-
-def manifests(kind="OmniModel", folder="catalog"):
-    """Every manifest of a kind by its name."""
-    found = {}
-    for file in sorted((CATALOG.parent / folder).glob("*.yaml")):
-        for document in yaml.safe_load_all(file.read_text()):
-            if document["kind"] == kind:
-                found[document["metadata"]["name"]] = document
-    return found
-
-
-MODELS = manifests()
 OWN = [name for name, model in MODELS.items() if model["spec"]["runtime"]["engine"] in ("python", "transformers")]
 FOREIGN = [name for name in MODELS if name not in OWN]
-
-
-class Packages:
-    """What the agent fetches and builds for the models of the catalogue, each once a session."""
-
-    def __init__(self, folder: Path) -> None:
-        self._sources = Sources(folder / "sources")
-        self._environments = Environments(folder / "environments")
-
-    async def source(self, name) -> Path:
-        """The file or folder that a model is published from."""
-        return await self._sources.fetch(name, MODELS[name]["spec"]["source"])
-
-    async def environment(self, name) -> list[str]:
-        """Folders to search for the packages that a model asks for beside those that are there."""
-        requirements = (MODELS[name]["spec"]["runtime"].get("environment") or {}).get("requirements")
-        return [str(await self._environments.build(name, requirements))] if requirements else []
 
 
 async def process_spec(name, packages, **more):

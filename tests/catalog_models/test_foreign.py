@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from catalog_models.catalogue import FOREIGN, MODELS, process_spec
+from catalog_models.catalogue import FOREIGN, process_spec
+from example_models import MODELS
 from omnimodel.protocol import probe as probes
 from omnimodel.protocol.process import Evict, Start, Wake
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from catalog_models.catalogue import MODELS, OWN, dtype_of, ordinary_spec
+from catalog_models.catalogue import OWN, dtype_of, ordinary_spec
+from example_models import MODELS
 from omnimodel.memory.image import read_index
 from omnimodel.protocol import probe as probes
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from catalog_models.catalogue import CATALOG, MODELS, OWN, manifests
+from catalog_models.catalogue import OWN
+from example_models import EXAMPLES, MODELS, manifests
 from omnimodel.catalog import load
 from omnimodel.quantity import parse_bytes
 
@@ -24,7 +25,7 @@ def code(model):
 
 @pytest.mark.parametrize("folder", ["catalog", "llamacpp"])
 def test_every_manifest_is_valid_without_a_note(folder):
-    found = load(CATALOG.parent / folder)
+    found = load(EXAMPLES / folder)
     assert [str(error) for error in found.errors] == []
     assert found.notes == ()
     assert len(found.objects) == sum(len(manifests(kind, folder)) for kind in ("OmniModel", "OmniPool"))
@@ -106,6 +107,6 @@ def test_the_pool_has_a_budget_of_its_own_and_is_the_one_the_models_ask_for():
 
 
 def test_the_readme_names_every_model():
-    readme = Path(CATALOG.parent, "README.md").read_text()
+    readme = Path(EXAMPLES, "README.md").read_text()
     assert [name for name in MODELS if f"[{name}](catalog/{name}.yaml)" not in readme] == []
     assert len(OWN) + 1 == len(MODELS)

@@ -41,6 +41,12 @@ class GroupLimits:
     cpu_weight: int = 100
 
 
+def parent_name(state_dir: str | os.PathLike[str]) -> str:
+    """Name of the group that holds all groups of a state directory."""
+    digest = hashlib.sha256(os.path.realpath(state_dir).encode()).hexdigest()[:12]
+    return f"omnimodel-{digest}"
+
+
 def _write(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -214,8 +220,7 @@ class Groups:
             state_dir: the state directory, which names the parent.
             root: where control groups are mounted.
         """
-        digest = hashlib.sha256(os.path.realpath(state_dir).encode()).hexdigest()[:12]
-        name = f"omnimodel-{digest}"
+        name = parent_name(state_dir)
         found: list[Hierarchy] = []
         problems: dict[str, str] = {}
         for version, controllers, folder in _mounted(root):
