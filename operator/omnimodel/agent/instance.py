@@ -147,6 +147,7 @@ class Instance:
         self.verified = False
         self.measured = False
         self.working_bytes = 0
+        self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
         self.process: ModelProcess | None = None
         self.session: aiohttp.ClientSession | None = None
@@ -366,7 +367,7 @@ class Instance:
         process: ModelProcess | None = None
         try:
             process = await self._spawn(self)
-            await process.command(
+            reply = await process.command(
                 Start(
                     self.spec,
                     prepared.inside(process),
@@ -384,6 +385,7 @@ class Instance:
                 await process.exited
             self.set_state(State.COLD, error.problem if isinstance(error, OmniError) else "its start was cancelled")
             raise
+        self.coming_bytes = int(reply.values.get("workingBytes") or 0)
         self.process = process
         self.session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(path=str(process.socket_path), limit=0),

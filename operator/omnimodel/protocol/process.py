@@ -16,6 +16,9 @@ from omnimodel.errors import OmniError, Reason
 class Start:
     """Build the model without weights and serve; answered when the process is bound and can be woken (warm).
 
+    Values of the reply: `workingBytes`, the memory it will come to need beyond its weights and what a first short
+    answer takes; 0 when the engine does not know.
+
     Descriptors: the listening UNIX socket to serve HTTP on. The spec is the rendered process spec as JSON.
 
     Args:

@@ -131,7 +131,7 @@ def build(subject: str, model: Model) -> torch.nn.Module | None:
     """
     with calling(subject, "build()"):
         try:
-            with _without_values():
+            with without_values():
                 module = model.build()
         except Exception:  # build() may read the values it makes; then it gets them
             module = model.build()
@@ -180,8 +180,8 @@ def _tie(module: torch.nn.Module, names: tuple[str, ...], loaded: str) -> None:
 
 
 @contextmanager
-def _without_values() -> Iterator[None]:
-    """Keep every parameter that is registered on the meta device; buffers get their values."""
+def without_values() -> Iterator[None]:
+    """Keep every parameter that is registered meanwhile on the meta device; buffers get their values."""
     register = torch.nn.Module.register_parameter
 
     def register_empty(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -178,3 +178,7 @@ class Model:
 
     def load(self) -> None:
         """Serving only, once, when the module is bound: tokenizers and the like. Weights cannot be read yet."""
+
+    def working_bytes(self) -> int:
+        """Serving only: memory that requests may come to need beyond what a first small one takes; 0 when unknown."""
+        return 0

@@ -207,7 +207,7 @@ class _Process:
         served = asyncio.run_coroutine_threadsafe(self._serve(engine, traffic), self._loop)
         served.result()
         self._engine, self._traffic = engine, traffic
-        return {}
+        return {"workingBytes": engine.working_bytes()}
 
     def _engine_ended(self, status: int) -> None:
         """A foreign engine is gone: so is this process, with a status that says so."""

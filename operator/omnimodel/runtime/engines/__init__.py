@@ -67,6 +67,9 @@ class Engine(Protocol):
     def routes(self) -> list[web.RouteDef]:
         """What it answers; empty when the engine is a server itself."""
 
+    def working_bytes(self) -> int:
+        """Memory it will come to need beyond its weights and what a first short answer takes; 0 when unknown."""
+
     def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
         """Map the frames, or start the foreign engine; values of the reply. The descriptors are the engine's now."""
 

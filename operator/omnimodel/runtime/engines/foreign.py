@@ -74,6 +74,10 @@ class ForeignEngine:
         """None: the server answers."""
         return []
 
+    def working_bytes(self) -> int:
+        """Unknown: the server's memory is its own affair."""
+        return 0
+
     # Command thread
 
     def wake(self, descriptors: list[int]) -> Mapping[str, Any]:

@@ -40,6 +40,9 @@ class Serving(Protocol):
     def routes(self) -> list[web.RouteDef]:
         """What it answers."""
 
+    def working_bytes(self) -> int:
+        """See `engines.Engine`."""
+
     def resume(self) -> None:
         """The weights are there: compute."""
 
@@ -91,6 +94,11 @@ class OwnEngine:
         assert self._serving is not None
         return self._serving.routes()
 
+    def working_bytes(self) -> int:
+        """What the engine or the handler knows of it."""
+        assert self._serving is not None
+        return self._serving.working_bytes()
+
     def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
         """Map the frames and compute."""
         assert self._serving is not None
@@ -138,10 +146,15 @@ class Prediction:
         self._task = setting.spec["task"]
         engine = setting.spec["engine"]
         self._metadata = tasks.describe(setting.name, engine, self._task, self._predictor.signature)
+        self._working_bytes = int(call(setting.subject, "working_bytes()", model.working_bytes))
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of the task."""
         return tasks.routes(self._task, self._predictor, self._metadata)
+
+    def working_bytes(self) -> int:
+        """What the handler says."""
+        return self._working_bytes
 
     def resume(self) -> None:
         """Open the fence."""

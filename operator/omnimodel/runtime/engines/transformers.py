@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from omnimodel.errors import ImageError, SourceError
-from omnimodel.runtime.engines import TEXT_GENERATION
+from omnimodel.runtime.engines import TEXT_GENERATION, llama_gguf
 from omnimodel.runtime.requests import RequestError
 from omnimodel.runtime.sdk import Audio, Model, Source
 from omnimodel.runtime.tasks import CLASSIFICATION, EMBEDDINGS, TRANSCRIPTION
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 8
-_BATCH = 32
+_BATCH_TEXTS = 32
+_BATCH_TOKENS = 1024  # padding included: what a forward pass takes depends on them
 _WHISPER_SECONDS = 30
 
 
@@ -43,11 +45,27 @@ class Pretrained(Model):
         return fitted
 
     def publish(self, source: Source) -> torch.nn.Module:
-        """Load the checkpoint the library's way, and keep its configuration and tokenizer."""
+        """Load the checkpoint, and keep its configuration and tokenizer."""
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
         folder, gguf = _checkpoint(source)
+        module: Any = None
+        if gguf and self.auto == TextGeneration.auto:
+            module = llama_gguf.load(f"source {source.path.name}", folder / gguf, self.dtype)
+        if module is None:
+            module = self._from_library(source, folder, gguf)
+        module.config.save_pretrained(self.assets)
+        if getattr(module, "generation_config", None) is not None and module.can_generate():
+            module.generation_config.save_pretrained(self.assets)
+        self.keep(folder, {"gguf_file": gguf} if gguf else {})
+        found: torch.nn.Module = module
+        return found
+
+    def _from_library(self, source: Source, folder: Path, gguf: str) -> Any:
+        """Load the checkpoint the library's way."""
+        import transformers
+
         from_file: dict[str, str] = {"gguf_file": gguf} if gguf else {}
         # An image holds dense tensors: blocks of a GGUF file are unpacked here, once.
         dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if gguf else {}
@@ -69,12 +87,7 @@ class Pretrained(Model):
             del module.config.quantization_config
         if getattr(module.config, "quantization_config", None) is not None:
             raise ImageError(subject, "its weights are quantized", "use a checkpoint with full weights, or a GGUF file")
-        module.config.save_pretrained(self.assets)
-        if getattr(module, "generation_config", None) is not None and module.can_generate():
-            module.generation_config.save_pretrained(self.assets)
-        self.keep(folder, from_file)
-        found: torch.nn.Module = module
-        return found
+        return module
 
     def keep(self, folder: Path, from_file: dict[str, str]) -> None:
         """Write what else serving needs into the assets."""
@@ -121,16 +134,16 @@ class Encoder(Pretrained):
         self._longest = min(described["maxLength"], getattr(config, "max_position_embeddings", 1 << 31))
         self._padding = int(config.pad_token_id or 0)
 
-    def encode(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Token ids and attention mask, padded to the longest text.
+    def batches(self, texts: list[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """Token ids and attention masks of all texts in order, a few at a time, padded to the longest among them.
 
         Raises:
             RequestError: a text is longer than the model can read.
         """
         if self._tokenizer is None:
             self._tokenizer = read_tokenizer(self.assets)
-        encoded = self._tokenizer.encode_batch(texts)
-        for index, encoding in enumerate(encoded):
+        encodings = self._tokenizer.encode_batch(texts)
+        for index, encoding in enumerate(encodings):
             if len(encoding.ids) > self._longest:
                 if not self.options.get("truncate"):
                     raise RequestError(
@@ -140,13 +153,32 @@ class Encoder(Pretrained):
                         code="context_length_exceeded",
                     )
                 encoding.truncate(self._longest)
-        width = max(len(encoding.ids) for encoding in encoded)
-        ids = torch.full((len(texts), width), self._padding, dtype=torch.long)
-        mask = torch.zeros((len(texts), width), dtype=torch.long)
-        for row, encoding in enumerate(encoded):
-            ids[row, : len(encoding.ids)] = torch.tensor(encoding.ids)
-            mask[row, : len(encoding.ids)] = 1
+        batch: list[list[int]] = []
+        for ids in (encoding.ids for encoding in encodings):
+            width = max([len(ids), *map(len, batch)])
+            if batch and (len(batch) >= _BATCH_TEXTS or width * (len(batch) + 1) > _BATCH_TOKENS):
+                yield self._padded(batch)
+                batch = []
+            batch.append(ids)
+        yield self._padded(batch)
+
+    def _padded(self, batch: list[list[int]]) -> dict[str, torch.Tensor]:
+        width = max(map(len, batch))
+        ids = torch.full((len(batch), width), self._padding, dtype=torch.long)
+        mask = torch.zeros((len(batch), width), dtype=torch.long)
+        for row, tokens in enumerate(batch):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
         return {"input_ids": ids, "attention_mask": mask}
+
+    def working_bytes(self) -> int:
+        """The largest forward pass: a batch that is full, or one text as long as the model can read."""
+        config = self.module.config
+        hidden, wide = getattr(config, "hidden_size", 0), getattr(config, "intermediate_size", 0)
+        longest = self._longest if self._longest < 1 << 31 else 0
+        tokens = max(_BATCH_TOKENS, longest)
+        found: int = tokens * (8 * hidden + 2 * wide) * self.dtype.itemsize
+        return found
 
     def count_tokens(self, texts: list[str]) -> int:
         """Tokens of texts, for `usage`."""
@@ -164,8 +196,7 @@ class Embeddings(Encoder):
         """One vector a text."""
         pooling = self.options.get("pooling", "mean")
         rows = []
-        for start in range(0, len(inputs), _BATCH):
-            encoded = self.encode(inputs[start : start + _BATCH])
+        for encoded in self.batches(inputs):
             hidden = self.module(**encoded).last_hidden_state.float()
             mask = encoded["attention_mask"]
             if pooling == "cls":
@@ -190,8 +221,8 @@ class TextClassification(Encoder):
         labels = self.module.config.id2label
         several = self.module.config.problem_type == "multi_label_classification" or len(labels) == 1
         answers = []
-        for start in range(0, len(inputs), _BATCH):
-            logits = self.module(**self.encode(inputs[start : start + _BATCH])).logits.float()
+        for encoded in self.batches(inputs):
+            logits = self.module(**encoded).logits.float()
             scores = logits.sigmoid() if several else logits.softmax(-1)
             answers += [{str(labels[i]): float(score) for i, score in enumerate(row)} for row in scores]
         return answers

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from omnimodel.errors import OmniError, Reason
+from omnimodel.runtime.generation.footprint import working_bytes
 from omnimodel.runtime.generation.sampling import KEY, Sampler, Sampling
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,13 @@ class Batching:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed: asyncio.Event | None = None
         self.active: set[str] = set()
+
+    def working_bytes(self) -> int:
+        """See `engines.Engine`."""
+        weight = next(self._module.parameters())
+        return working_bytes(
+            self._module.config, weight.element_size(), self.capacity_tokens, STEP_TOKENS, self._requests
+        )
 
     async def generate(
         self, prompt: Sequence[int], limit_tokens: int, ends: Sequence[int], sampling: Sampling

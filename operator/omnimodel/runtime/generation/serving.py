@@ -55,6 +55,10 @@ class TextGeneration:
         """Chat and plain completions."""
         return [web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._completions)]
 
+    def working_bytes(self) -> int:
+        """The cache, full, and the largest step over it."""
+        return self._batching.working_bytes()
+
     def resume(self) -> None:
         """Let the batch go on."""
         self._batching.resume()
