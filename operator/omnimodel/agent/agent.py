@@ -60,6 +60,7 @@ class Agent:
         self._supply: Supply | None = None
         self._pool: OmniPool | None = None
         self._models: dict[str, Model] = {}
+        self._specs: dict[str, dict[str, Any]] = {}  # as applied last
         self._background: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._revisions = itertools.count(1)
@@ -133,12 +134,14 @@ class Agent:
         wanted = {process.key: process for process in processes if not process.spec.suspend}
         for key in [key for key in self._models if key not in wanted]:
             self._remove(self._models.pop(key))
+            self._specs.pop(key, None)
         for key, process in wanted.items():
             spec = process.spec.to_dict()
-            if key in self._models:
-                self._models[key].revise(spec)
-            else:
+            if key not in self._models:
                 self._models[key] = self._model(key, spec)
+            elif spec != self._specs.get(key):  # an unchanged one is left alone, whatever it is at
+                self._models[key].revise(spec)
+            self._specs[key] = spec
         self._tell_change()
 
     def _serve(self, pool: OmniPool) -> None:

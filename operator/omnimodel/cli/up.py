@@ -126,7 +126,7 @@ async def serve(options: Options) -> None:
     stops = Stops()
     with StateLock(options.state_dir) as lock, _listening(options.host, options.port) as listener:
         _log_to(options.state_dir / "logs", debug=options.debug)
-        _raise_open_files()
+        raise_open_files()
         await _serve_locked(options, lock, listener, stops)
 
 
@@ -295,7 +295,7 @@ def _log_to(folder: Path, *, debug: bool) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-def _raise_open_files() -> None:
+def raise_open_files() -> None:
     """Each frame of device memory takes two descriptors; the soft limit of a shell is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
