@@ -14,7 +14,7 @@ import torch
 
 from omnimodel.errors import ImageError
 from omnimodel.memory.image import ITEM_BYTES
-from omnimodel.memory.readers.mapped import DIMENSIONS, LazyTensors, MappedFile, reading, size_bytes
+from omnimodel.memory.readers.mapped import DIMENSIONS, Cursor, LazyTensors, MappedFile, reading, size_bytes
 
 _WHAT = "CTranslate2 model"
 _VERSIONS = (5, 6)
@@ -60,22 +60,12 @@ def read(path: Path | str) -> Ctranslate2Tensors:
         return Ctranslate2Tensors(file.path, loaders | aliases, spec)
 
 
-class _Cursor:
-    """A place in the file that moves on with every value read."""
-
-    def __init__(self, file: MappedFile) -> None:
-        self.file = file
-        self.offset = 0
-
-    def number(self, form: str) -> int:
-        value = self.file.number(self.offset, form)
-        self.offset += {"B": 1, "H": 2, "I": 4}[form]
-        return value
+class _Cursor(Cursor):
+    """Reads names and variables."""
 
     def count(self, least_bytes: int) -> int:
         count = self.number("I")
-        if count * least_bytes > self.file.size_bytes - self.offset:
-            raise self.file.fail(f"{count} items are more than its {self.file.size_bytes} bytes can hold")
+        self.check_count(count, least_bytes)
         return count
 
     def string(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from omnimodel.memory.readers.mapped import LazyTensors, MappedFile, reading, size_bytes
+from omnimodel.memory.readers.mapped import Cursor, LazyTensors, MappedFile, reading, size_bytes
 
 _WHAT = "GGUF file"
 _VERSIONS = (2, 3)
@@ -153,22 +153,8 @@ def _dequantized(
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
 
 
-class _Cursor:
-    """A place in the file that moves on with every value read."""
-
-    def __init__(self, file: MappedFile) -> None:
-        self.file = file
-        self.offset = 0
-
-    def number(self, form: str) -> int:
-        value = self.file.number(self.offset, form)
-        self.offset += int(np.dtype(form).itemsize)
-        return value
-
-    def check_count(self, count: int, least_bytes: int) -> None:
-        """Refuse to loop for more items than the rest of the file could hold."""
-        if count * least_bytes > self.file.size_bytes - self.offset:
-            raise self.file.fail(f"{count} items are more than its {self.file.size_bytes} bytes can hold")
+class _Cursor(Cursor):
+    """Reads metadata."""
 
     def string(self) -> str:
         length = self.number("Q")

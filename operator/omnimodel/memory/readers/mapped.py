@@ -105,6 +105,25 @@ class MappedFile:
             raise self.fail(f"bytes {offset} to {offset + size} are outside its {self.size_bytes}")
 
 
+class Cursor:
+    """A place in a file that moves on with every value read."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file = file
+        self.offset = 0
+
+    def number(self, form: str) -> int:
+        """The next number; `form` as in `struct`."""
+        value = self.file.number(self.offset, form)
+        self.offset += struct.calcsize(f"<{form}")
+        return value
+
+    def check_count(self, count: int, least_bytes: int) -> None:
+        """Refuse to loop for more items than the rest of the file could hold."""
+        if count * least_bytes > self.file.size_bytes - self.offset:
+            raise self.file.fail(f"{count} items are more than its {self.file.size_bytes} bytes can hold")
+
+
 def size_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     """Bytes of a dense tensor.
 

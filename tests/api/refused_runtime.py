@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
-from api.builders import model
-from omnimodel.api import validate
-
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "dtype",
@@ -383,10 +378,3 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["runtime.options.a: nan: is no number that JSON knows; write a finite number, or put it in quotes"],
     ),
 ]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
-def test_a_model_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(model(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniModel default/tiny: spec.{line}" for line in expected]

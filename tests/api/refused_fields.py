@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from api.builders import model, pool
-from omnimodel.api import validate
-
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "health_check_timeout",
@@ -192,7 +187,6 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("null spec section", {"limits": None}, ["limits: has no value; write one, or remove the line"]),
 ]
 
-
 POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("pool typo", {"overCommit": {"limit": 3}}, ["overCommit: is an unknown field; did you mean overcommit?"]),
     (
@@ -218,17 +212,3 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["isolation.level: 'vm': is none of the possible words; write namespaces, landlock or process"],
     ),
 ]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
-def test_a_model_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(model(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniModel default/tiny: spec.{line}" for line in expected]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in POOLS], ids=[row[0] for row in POOLS])
-def test_a_pool_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(pool(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniPool default/default: spec.{line}" for line in expected]

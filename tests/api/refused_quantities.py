@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
-from api.builders import model, pool
-from omnimodel.api import validate
-
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "idle zero",
@@ -222,7 +217,6 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
 ]
 
-
 POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "pool memory '80 %'",
@@ -282,17 +276,3 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["device.type: 'GPU': is none of the possible words; write auto, cpu or cuda"],
     ),
 ]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
-def test_a_model_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(model(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniModel default/tiny: spec.{line}" for line in expected]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in POOLS], ids=[row[0] for row in POOLS])
-def test_a_pool_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(pool(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniPool default/default: spec.{line}" for line in expected]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from api.builders import ABSENT, model, pool
-from omnimodel.api import validate
+from api.builders import ABSENT
 
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
@@ -284,7 +281,6 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
 ]
 
-
 POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "volume two",
@@ -304,17 +300,3 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["volumes[0].path: '/etc': is a folder of the system; write one such as /srv/models"],
     ),
 ]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
-def test_a_model_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(model(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniModel default/tiny: spec.{line}" for line in expected]
-
-
-@pytest.mark.parametrize(("changes", "expected"), [row[1:] for row in POOLS], ids=[row[0] for row in POOLS])
-def test_a_pool_is_refused_in_one_line(changes: dict[str, Any], expected: list[str]) -> None:
-    resource, errors = validate(pool(**changes))
-    assert resource is None
-    assert [str(error) for error in errors] == [f"OmniPool default/default: spec.{line}" for line in expected]
