@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint format drift generate bench requirements clean
+.PHONY: help setup up test test-cluster lint format drift generate bench requirements clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ CATALOG ?= examples/catalog
 ARGS ?=
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(STAMP)  ## Make .venv with Python 3.11, the pinned requirements and `omni`
 
@@ -27,8 +27,11 @@ $(STAMP): requirements.txt pyproject.toml .ci/setup
 up: setup  ## Serve the example catalogue on this machine
 	@exec $(BIN)/omni up $(CATALOG) $(ARGS)
 
-test: setup lint drift  ## Lint, drift checks, then every test
-	$(BIN)/pytest $(ARGS)
+test: setup lint drift  ## Lint, drift checks, then every test but those that need a Kubernetes node
+	$(BIN)/pytest -m "not cluster_node" $(ARGS)
+
+test-cluster: setup  ## The tests on a real Kubernetes node; needs root, and Go for the first build
+	$(BIN)/pytest -m cluster_node $(ARGS)
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check operator tests
