@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-from omnimodel.api import OmniModel, OmniPool, OmniProcess, priority_number
+from omnimodel.api import OmniModel, OmniPool, OmniProcess
 from omnimodel.catalog import Catalog
+from omnimodel.controllers.decisions import demand_of, rendered
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
-from omnimodel.placement.assignment import ModelDemand, Plan, PoolSupply, plan
-from omnimodel.quantity import AUTO, parse_bytes
-from omnimodel.render import render_process
+from omnimodel.placement.assignment import Plan, PoolSupply, plan
 
 DEFAULT_POOL = "default"
 
@@ -79,7 +77,9 @@ def decide(snapshot: Snapshot) -> Desired:
     pools = catalog.pools or (default_pool(),)
     chosen = _chosen(pools, snapshot.pool)
     pool = _with_memory(chosen, snapshot.memory)
-    demands = [_demand(model, snapshot.footprints) for model in models]
+    demands = [
+        demand_of(model, snapshot.footprints.get(f"{model.key}@{model.metadata.generation}", 0)) for model in models
+    ]
     placed = plan(demands, [_supply(pool, snapshot.budgets)])
     refused = {finding.model: Refusal(finding.reason, finding.message) for finding in placed.refused}
     notes: dict[str, list[tuple[str, str]]] = {}
@@ -95,17 +95,11 @@ def decide(snapshot: Snapshot) -> Desired:
         if model.key in refused:
             continue
         names = placed.served_names.get(model.key, ())
-        if not names:
-            taken = "; ".join(message for reason, message in notes.get(model.key, ()) if reason == Reason.NAME_TAKEN)
-            refused[model.key] = Refusal(Reason.NAME_TAKEN, f"it has no name left to be served by: {taken}")
-            continue
-        try:
-            processes.append(
-                render_process(model, pool, config=catalog.config(model.metadata.namespace), served_names=names)
-            )
-        except OmniError as error:
-            message = f"{error.problem}; {error.cure}" if error.cure else error.problem
-            refused[model.key] = Refusal(error.reason, message)
+        found = rendered(model, pool, catalog.config(model.metadata.namespace), names, notes.get(model.key, ()))
+        if isinstance(found, Refusal):
+            refused[model.key] = found
+        else:
+            processes.append(found)
     sizes = {demand.key: demand.footprint_bytes for demand in demands}
     return Desired(models, pools, pool, tuple(processes), refused, notes, placed, sizes)
 
@@ -132,28 +126,6 @@ def _with_memory(pool: OmniPool, memory: int | str | None) -> OmniPool:
     body = pool.to_dict()
     body["spec"].setdefault("device", {})["memory"] = memory
     return OmniPool.model_validate(body)
-
-
-def _demand(model: OmniModel, footprints: Mapping[str, int]) -> ModelDemand:
-    spec = model.spec
-    asked = spec.resources.device_memory
-    asked_bytes = 0 if asked == AUTO else parse_bytes(asked)  # the manifest's word wins over a measurement
-    measured_bytes = footprints.get(f"{model.key}@{model.metadata.generation}", 0)
-    return ModelDemand(
-        namespace=model.metadata.namespace,
-        name=model.metadata.name,
-        pool=spec.pool,
-        footprint_bytes=asked_bytes or measured_bytes,
-        served_names=model.names,
-        created_seconds=_unix_seconds(model.metadata.creation_timestamp),
-        keep_resident=spec.residency.keep_resident,
-        priority=priority_number(spec.residency.priority),
-        suspended=spec.suspend,
-    )
-
-
-def _unix_seconds(timestamp: str) -> float:
-    return datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
 
 
 def _supply(pool: OmniPool, budgets: Mapping[str, int]) -> PoolSupply:

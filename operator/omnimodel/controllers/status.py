@@ -72,7 +72,12 @@ def condition_list(
 
 
 def _verdict(
-    generation: int, report: ModelReport | None, refusal: Refusal | None, *, suspended: bool
+    generation: int,
+    report: ModelReport | None,
+    refusal: Refusal | None,
+    pending: Refusal | None,
+    *,
+    suspended: bool,
 ) -> list[tuple[str, str, str, str]]:
     """Ready, Reconciling and Stalled of a model."""
     if suspended:
@@ -83,7 +88,8 @@ def _verdict(
             return _conditions("Unknown", "Stalled", refusal.reason, message)
         return _conditions("False", "Stalled", refusal.reason, refusal.message)
     if report is None:
-        return _conditions("Unknown", "Reconciling", *_WORK["pending"])
+        reason, message = (pending.reason, pending.message) if pending else _WORK["pending"]
+        return _conditions("Unknown", "Reconciling", reason, message)
     failed = report.phase == "failed" or (report.phase not in _WORK and report.reason in _FINAL)
     reason, message = _WORK.get(report.phase, _WORK["pending"])
     if failed or not report.ready:  # otherwise they say why the model has the tier it has
@@ -116,6 +122,7 @@ def model_status(
     now_seconds: float,
     notes: Sequence[tuple[str, str]] = (),
     served_names: Sequence[str] = (),
+    pending: Refusal | None = None,
 ) -> dict[str, Any]:
     """The status of an OmniModel.
 
@@ -129,8 +136,9 @@ def model_status(
         now_seconds: Unix time.
         notes: (reason, sentence) of what placement has to say beside that, such as an alias that another model holds.
         served_names: the names it was granted.
+        pending: what an agent that has not reported waits for; None when that is not known.
     """
-    wanted = _verdict(generation, report, refusal, suspended=suspended)
+    wanted = _verdict(generation, report, refusal, pending, suspended=suspended)
     taken = [message for reason, message in notes if reason == Reason.NAME_TAKEN]
     if taken:
         wanted.append(("NameConflict", "True", Reason.NAME_TAKEN, "; ".join(taken)))
