@@ -60,7 +60,7 @@ def test_the_crds_are_the_repositorys_but_for_being_kept(api_cluster: Connection
 def images(node: Any) -> Iterator[str]:
     """Every image that a rendered object runs, or has others run."""
     if isinstance(node, dict):
-        yield from (value for name, value in node.items() if name == "image")
+        yield from (value for name, value in node.items() if name == "image" and isinstance(value, str))
         if node.get("name") == "OMNI_AGENT_IMAGE":
             yield node["value"]
         for child in node.values():

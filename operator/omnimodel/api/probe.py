@@ -98,7 +98,7 @@ class Expectation(Part):
         description="JSON pointer to a value of the answer; with equals, contains, matches or near.",
         examples=["/choices/0/message/content"],
     )
-    equals: Annotated[Any, Checked(lambda value: value, _ANY)] = Field(
+    equals: Annotated[Any, Checked(lambda value: value, {**_ANY, "nullable": True})] = Field(
         default=None, description="The value is this.", examples=["Paris"]
     )
     contains: Annotated[str, plain(4096, empty=False)] | None = Field(
