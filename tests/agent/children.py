@@ -86,7 +86,7 @@ async def busy(process: ModelProcess, text: str) -> AsyncIterator[None]:
     command = process.command(code(f"progress('begun', 0, 0)\n{text}"), (), 600, lambda _: begun.set())
     task = asyncio.create_task(command)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await begun.wait()
         yield
     finally:
@@ -108,7 +108,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in the kernel

@@ -221,7 +221,7 @@ async def test_the_budget_follows_an_edit_of_the_pool(world):
     world.pool = world.pool.model_validate(body)
     try:
         await world.apply(*world.manifests.values())
-        await world.until(lambda: world.ledger.device.capacity_bytes == 64 * MIB, "the smaller budget holds", 20)
+        await world.until(lambda: world.ledger.device.capacity_bytes == 64 * MIB, "the smaller budget holds")
         world.check_ledger()
         for seed in (1, 2, 3):
             assert await world.ask(f"m{seed}") == pytest.approx(world.answer(8, seed))

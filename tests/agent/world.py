@@ -133,7 +133,7 @@ class World:
     def ledger(self):
         return self.broker.memory.ledger
 
-    async def until(self, condition, what="", seconds: float = 60.0) -> None:
+    async def until(self, condition, what="", seconds: float = 120.0) -> None:
         """Wait for a condition, with a deadline."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -9,7 +9,7 @@ from example_models import MODELS
 from omnimodel.protocol import probe as probes
 from omnimodel.protocol.process import Evict, Start, Wake
 
-pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.models]
 
 
 async def outside(name, packages, folder):

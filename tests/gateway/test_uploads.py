@@ -117,7 +117,7 @@ async def test_an_upload_whose_client_leaves_is_ended(whisper: World) -> None:
     )
     await until(lambda: whisper.process.running)
     asked.cancel()
-    await until(lambda: not whisper.process.running, seconds=1)
+    await until(lambda: not whisper.process.running)
 
     assert whisper.agent.lines["whisper"].opened == 0
 

@@ -38,7 +38,7 @@ class World:
         return response
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     """Wait for a condition, with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
