@@ -144,7 +144,10 @@ def test_the_only_pod_keeps_its_models_when_it_is_lost() -> None:
 
 
 def test_a_pod_that_will_go_gives_its_models_away() -> None:
-    assert where(place([ask("a", 1, "gpu-1")], POOL, [pod(0), pod(1, leaving=True)])) == {"a": ("gpu-0",)}
+    pods = [pod(0), pod(1, leaving=True)]
+    assert where(place([ask("a", 1, "gpu-1")], POOL, pods)) == {"a": ("gpu-0", "gpu-1")}  # until gpu-0 serves it
+    assert where(place([ask("a", 1, "gpu-0", "gpu-1")], POOL, pods)) == {"a": ("gpu-0",)}
+    assert where(place([ask("a", 1, "gpu-1", serves=False)], POOL, pods)) == {"a": ("gpu-0",)}
 
 
 def test_a_move_is_made_before_it_is_broken() -> None:

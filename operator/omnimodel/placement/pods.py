@@ -161,6 +161,8 @@ def place(
         if not model.footprint_bytes:
             message = "its size on the device is not known until it was published; it is not counted yet"
             warnings.append(Finding(model.key, Reason.SIZE_UNKNOWN, message))
+    for demand in order:
+        _stay_until_served(board, demand)
     begun = _even_out(board, demands, moves)
     return Placement(
         pods={key: tuple(sorted(names)) for key, names in board.chosen.items() if names},
@@ -205,6 +207,8 @@ def _complete(board: _Board, demand: PodDemand) -> Finding | None:
     while len(board.chosen.get(model.key, ())) < max(1, demand.replicas):
         taken = board.chosen.get(model.key, [])
         others = [pod for pod in board.pods.values() if pod.name not in taken and not pod.leaving]
+        # Another replica on a pod that does not answer would help nobody.
+        others = [pod for pod in others if not pod.lost or not taken or pod.name in demand.current]
         # Elsewhere while anything else is there; a pod that leaves still serves until it is gone.
         others = others or [
             pod for pod in board.pods.values() if pod.leaving and pod.name in demand.current and not taken
@@ -247,6 +251,17 @@ def _displace(board: _Board, demand: PodDemand, pods: Sequence[PodSupply]) -> bo
         board.take(other, pod)
     board.put(model, pod, f"it is more important than {', '.join(other.key for other in victims)}")
     return True
+
+
+def _stay_until_served(board: _Board, demand: PodDemand) -> None:
+    """Keep a model on a pod that will go until it is served elsewhere."""
+    chosen = board.chosen.get(demand.model.key, [])
+    if not chosen or set(chosen) <= demand.serving:
+        return
+    for name in demand.current:
+        pod = board.pods.get(name)
+        if pod is not None and pod.leaving and name in demand.serving and name not in chosen:
+            board.put(demand.model, pod, f"{name} will go, and serves until another does")
 
 
 # Nearest to being solved first.
@@ -330,5 +345,5 @@ def _settled(board: _Board, demand: PodDemand, pod: str) -> bool:
 
 
 def _worse_zone(board: _Board, key: str, source: PodSupply, target: PodSupply) -> bool:
-    rest = {board.pods[name].zone for name in board.chosen[key] if name != source.name}
-    return bool(target.zone) and target.zone in rest and source.zone not in rest
+    rest = {board.pods[name].zone for name in board.chosen[key] if name != source.name} - {""}
+    return target.zone in rest and source.zone not in rest
