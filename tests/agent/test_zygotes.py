@@ -41,6 +41,7 @@ async def test_a_zygote_has_one_thread_and_a_clean_environment(tmp_path: Path, m
         assert b"of-the-agent" not in environment
         assert b"OPENBLAS_NUM_THREADS=1" in environment
         assert b"OMP_WAIT_POLICY=PASSIVE" in environment
+        assert b"TQDM_DISABLE=1" in environment
 
 
 async def test_a_zygote_with_a_second_thread_refuses_to_fork(tmp_path: Path) -> None:

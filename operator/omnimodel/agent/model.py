@@ -29,6 +29,10 @@ _MIB = 1 << 20
 WORKING_STEP_BYTES = 4 * _MIB
 WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: other requests ask for more
 _PROBE_SECONDS = 120.0
+_LONG_PHASES = {  # told as events: they can take minutes
+    "building": "its environment is being built",
+    "publishing": "its weights are being published as an image",
+}
 
 
 def working_from_measured(peak_bytes: int, coming_bytes: int = 0) -> int:
@@ -174,10 +178,13 @@ class Model:
                 self.problem = error
                 self._say("failed")
                 if instance.failure is None or time.monotonic() >= instance.retry_at_seconds:
-                    instance.fail(error)
+                    self._broker.moves.failed(instance, error)
                 log.warning("model_failed model=%s reason=%s problem=%r", instance.name, error.reason, error.problem)
             await asyncio.sleep(max(0.05, instance.retry_at_seconds - time.monotonic()))
         self.problem = None
+        self._broker.moves.tell(
+            instance, "Ready", "it answered its probe" if instance.spec["probe"] else "it was woken"
+        )
         if instance is self.incoming:
             self._switch(instance)
         self._say("serving")
@@ -187,6 +194,8 @@ class Model:
         self._changed()
 
     def _report(self, phase: str, progress: float) -> None:
+        if phase != self.phase and phase in _LONG_PHASES:
+            self._broker.moves.tell(self.latest, phase.capitalize(), _LONG_PHASES[phase])
         self.latest.message = phase
         self._say(phase, progress)
 

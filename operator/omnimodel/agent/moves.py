@@ -120,7 +120,7 @@ class Moves:
         try:
             await instance.start()
         except OmniError as error:
-            self._failed(instance, error)
+            self.failed(instance, error)
             return
         self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
         await self._measure(instance)
@@ -218,7 +218,7 @@ class Moves:
                 instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
             )
             instance.wake_failed()
-            self._failed(instance, error if isinstance(error, OmniError) else _slow_copy(instance))
+            self.failed(instance, error if isinstance(error, OmniError) else _slow_copy(instance))
             return
         finally:
             if self.copying == instance.name:
@@ -258,10 +258,11 @@ class Moves:
         self.memory.frames.release(instance.name)
         self.memory.ledger.forget(instance.name)
         if error is not None:
-            self._failed(instance, error)
+            self.failed(instance, error)
         self._changed()
 
-    def _failed(self, instance: Instance, error: OmniError) -> None:
+    def failed(self, instance: Instance, error: OmniError) -> None:
+        """Note a failure and tell people."""
         instance.fail(error)
         told = f"{error.problem}; {error.cure}" if error.cure else error.problem
         self.tell(instance, str(error.reason), told, warning=True)

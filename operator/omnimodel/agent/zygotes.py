@@ -33,6 +33,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",  # a bar that is drawn anew in one endless line is no log
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
