@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +49,12 @@ def line_of(text: str, name: str) -> str:
 
 def test_memory_of_the_pool_is_on_top() -> None:
     first = shown([]).splitlines()[0]
-    for part in ("pool default", "300 MiB of 448 MiB on host (200 MiB weights)", "over-commit 3.20", "isolation namespaces"):
+    for part in (
+        "pool default",
+        "300 MiB of 448 MiB on host (200 MiB weights)",
+        "over-commit 3.20",
+        "isolation namespaces",
+    ):
         assert part in first
 
 
@@ -69,6 +75,15 @@ def test_progress_has_a_percentage_only_when_it_is_known() -> None:
 def test_a_failed_model_says_why() -> None:
     text = shown([item("a", ready="False", reason="BadArtifact", message="cut off")])
     assert "BadArtifact: cut off" in line_of(text, "a")
+
+
+def test_a_file_below_the_working_directory_is_named_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"{tmp_path}/catalog/a.yaml:9: OmniModel default/a: wrong"
+    assert f"✗ {message[:30]}" in shown([], [{"message": message}])
+    monkeypatch.chdir(tmp_path)
+    assert "✗ catalog/a.yaml:9: OmniModel" in shown([], [{"message": message}])
 
 
 def test_errors_of_manifests_stand_below() -> None:

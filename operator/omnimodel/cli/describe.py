@@ -123,5 +123,6 @@ def _process_lines(process: Mapping[str, Any]) -> Iterator[str]:
     )
     for missing in status.get("isolationMissing") or ():
         yield f"  lacks {missing}"
-    if status.get("cgroup"):
-        yield f"  cgroup {status['cgroup']}"
+    for path in (status.get("cgroup") or "").split(","):
+        if path:
+            yield f"  cgroup {path}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -70,8 +71,9 @@ def _find(items: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
 
 
 def error_text(error: Any) -> str:
-    """A manifest error as one line: text, or an object with `message`."""
-    return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+    """A manifest error as one line: text, or an object with `message`; the file as seen from here, when it is below."""
+    text = str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+    return text.removeprefix(f"{Path.cwd()}/")
 
 
 MODEL_HEADS = (
