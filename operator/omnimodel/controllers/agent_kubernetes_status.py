@@ -161,7 +161,7 @@ class StatusWriter:
         for namespace in namespaces:
             for item in (await self._kube.list(MODELS, namespace)).items:
                 entries = (item.get("status") or {}).get("residency") or ()
-                if any(entry.get("pod") == self._pod.name for entry in entries):
+                if any(entry.get("pod") == self._pod.name for entry in entries) and await self._is_ours(item):
                     there.add(f"{item['metadata']['namespace']}/{item['metadata']['name']}")
         for key in there - self._written.keys():
             self._written[key] = None
@@ -169,6 +169,15 @@ class StatusWriter:
             del self._written[key]
         self._pool_written = None
         self._bell.set()
+
+    async def _is_ours(self, item: Mapping[str, Any]) -> bool:
+        """Whether a model belongs to this pool: pods of pools of one name in two namespaces have the same names."""
+        pool, namespace = (item.get("spec") or {}).get("pool", "default"), item["metadata"]["namespace"]
+        if pool != self._pod.pool:
+            return False
+        if namespace == self._pod.pool_namespace:
+            return True
+        return self._pod.pool_namespace == "default" and await self._kube.get(POOLS, pool, namespace) is None
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -194,7 +203,8 @@ class StatusWriter:
         models = {f"{model.namespace}/{model.name}": model for model in self._report.models}
         if self._assigned is not None:
             for key in [key for key in self._written if key not in models and key not in self._assigned]:
-                await self._patch(key, {})
+                # Not an empty status: where nobody else has said anything the API server would have to make it null.
+                await self._patch(key, {"residency": []})
                 self._written.pop(key, None)
         due = [(key, model) for key, model in models.items() if self._is_due(key, model)]
         due.sort(key=lambda item: item[1].ready)  # what is wrong is said first

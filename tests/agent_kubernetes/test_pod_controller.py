@@ -1,0 +1,427 @@
+"""The controller of one pod against a real API server: what is assigned, what is written, and a line that is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+
+import pytest
+
+from agent_kubernetes.world import Catalogue, Line, eventually
+from controllers.standin import StandInAgent
+from omnimodel.controllers.agent_kubernetes_status import Pace
+from omnimodel.controllers.status import residency_entry
+from omnimodel.kube import EVENTS, LEASES, MODELS, POOLS, PROCESSES, Kube
+
+POD = "default-0"
+
+
+async def serving(catalogue: Catalogue, start, *models: str):
+    """A pod that has these models, and whose entries are written."""
+    for name in models:
+        await catalogue.assign(await catalogue.model(name), POD)
+    pod = await start()
+    for name in models:
+        await eventually(lambda name=name: catalogue.entry(name), f"the entry of {name}")
+    await eventually(lambda: pool_entry(catalogue), "the entry of the pool")
+    return pod
+
+
+async def pool_entry(catalogue: Catalogue) -> dict:
+    item = await catalogue.kube.get(POOLS, "default", catalogue.namespace)
+    return next((entry for entry in (item.get("status") or {}).get("pods") or () if entry["pod"] == POD), {})
+
+
+async def quiet(pod, seconds: float = 1.0) -> int:
+    """Wait until nothing is written for a while; the writes there were."""
+    count = pod.writes
+    while True:
+        await asyncio.sleep(seconds)
+        if pod.writes == count:
+            return count
+        count = pod.writes
+
+
+# -- what is assigned --
+
+
+async def test_what_is_assigned_to_this_pod_is_applied_and_nothing_else(catalogue: Catalogue, start) -> None:
+    await catalogue.pool("other")
+    await catalogue.assign(await catalogue.model("mine"), POD, "default-1")
+    await catalogue.assign(await catalogue.model("theirs"), "default-1")
+    await catalogue.assign(await catalogue.model("elsewhere", pool="other"), POD, pool="other")
+    pod = await start()
+    await eventually(lambda: pod.agent.applied, "the first round")
+    assert pod.agent.names == [catalogue.key("mine")]
+    assert pod.agent.applied[-1][1].metadata.name == "default"
+
+    await catalogue.assign(await catalogue.kube.get(MODELS, "theirs", catalogue.namespace), "default-1", POD)
+    await eventually(lambda: len(pod.agent.names) == 2, "the one that came")
+    await catalogue.unassign("mine")
+    await eventually(lambda: pod.agent.names == [catalogue.key("theirs")], "the one that went")
+
+
+async def test_another_pods_coming_and_going_is_none_of_this_ones_business(catalogue: Catalogue, start) -> None:
+    model = await catalogue.model("m")
+    await catalogue.assign(model, POD)
+    pod = await start()
+    await eventually(lambda: pod.agent.applied, "the first round")
+    rounds = len(pod.agent.applied)
+    version = pod.controller._processes[0].items[catalogue.namespace, "m"]["metadata"]["resourceVersion"]
+    await catalogue.assign(model, POD, "default-1", "default-2")
+    await eventually(
+        lambda: pod.controller._processes[0].items[catalogue.namespace, "m"]["metadata"]["resourceVersion"] != version,
+        "the change",
+    )
+    await asyncio.sleep(0.3)
+    assert len(pod.agent.applied) == rounds
+
+
+async def test_an_edit_of_the_pool_reaches_the_agent(catalogue: Catalogue, start) -> None:
+    pod = await start()
+    await eventually(lambda: pod.agent.applied, "the first round")
+    spec = {"device": {"type": "cpu", "memory": "256Mi"}}
+    await catalogue.kube.merge(POOLS, "default", catalogue.namespace, {"spec": spec})
+    await eventually(lambda: str(pod.agent.applied[-1][1].spec.device.memory) == "256Mi", "the edit")
+
+
+# -- what is written --
+
+
+async def test_the_entry_says_what_the_agent_reports_byte_for_byte(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    pod.agent.say(catalogue.key("m"), tier="resident", device_bytes=123_456_789, wakes=3, last_wake_seconds=0.25)
+    await eventually(lambda: _tier(catalogue, "m", "resident"), "the swap")
+    assert await catalogue.entry("m") == residency_entry(POD, pod.agent.reports[catalogue.key("m")])
+    assert (await pool_entry(catalogue))["budgetBytes"] == 1 << 30
+
+
+async def _tier(catalogue: Catalogue, name: str, tier: str) -> bool:
+    return (await catalogue.entry(name)).get("tier") == tier
+
+
+async def test_an_agent_owns_its_entry_and_nothing_else(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    other = {"residency": [{"pod": "default-1", "tier": "warm"}]}
+    await catalogue.kube.patch_status(MODELS, "m", catalogue.namespace, other, manager="omni-agent.default-1")
+    operator = {"observedGeneration": 1, "conditions": []}
+    await catalogue.kube.patch_status(MODELS, "m", catalogue.namespace, operator, manager="omni-operator")
+    pod.agent.say(catalogue.key("m"), tier="resident")
+    await eventually(lambda: _tier(catalogue, "m", "resident"), "the swap")
+
+    entries = await catalogue.entries("m")
+    assert set(entries) == {POD, "default-1"}
+    assert entries["default-1"]["tier"] == "warm"
+    item = await catalogue.kube.get(MODELS, "m", catalogue.namespace)
+    fields = {f["manager"]: f for f in item["metadata"]["managedFields"] if f.get("subresource") == "status"}
+    own = fields[f"omni-agent.{POD}"]
+    assert own["operation"] == "Apply"
+    assert list(own["fieldsV1"]["f:status"]) == ["f:residency"]
+    assert list(own["fieldsV1"]["f:status"]["f:residency"]) == [f'k:{{"pod":"{POD}"}}']
+    assert item["status"]["observedGeneration"] == 1
+
+
+async def test_requests_are_no_transition(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    before = await quiet(pod)
+    for number in range(200):
+        pod.agent.say(
+            catalogue.key("m"), served=number, in_flight=number % 3, waiting=number % 5, last_request_seconds=time.time(),
+            phase="serving" if number % 2 else "idle", host_bytes=number,
+        )  # fmt: skip
+        await asyncio.sleep(0)
+    assert await quiet(pod) == before
+    pod.agent.say(catalogue.key("m"), tier="resident", device_bytes=1)
+    await eventually(lambda: _tier(catalogue, "m", "resident"), "the swap")
+    assert await quiet(pod) == before + 1
+
+
+async def test_a_swap_under_way_is_written_when_it_is_over(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    before = await quiet(pod)
+    pod.agent.say(catalogue.key("m"), tier="warm", phase="waking", device_bytes=5)
+    await asyncio.sleep(0.5)
+    assert pod.writes == before
+    pod.agent.say(catalogue.key("m"), tier="resident", phase="idle", device_bytes=9)
+    await eventually(lambda: _tier(catalogue, "m", "resident"), "the end of the swap")
+    assert (await catalogue.entry("m"))["deviceBytes"] == 9
+    assert await quiet(pod) == before + 1
+
+
+async def test_a_device_that_swaps_all_the_time_writes_little_and_the_last_word_in_the_end(
+    catalogue: Catalogue, start
+) -> None:
+    """dynamo#14298: status conflicts from zero; here, an API server kept busy by swaps."""
+    pod = await serving(catalogue, start, "a", "b", "c")
+    before = await quiet(pod)
+    pod.controller.writer._pace = Pace(5, 2.0)
+    began = time.monotonic()
+    for number in range(600):
+        for name in "abc":
+            tier = "resident" if (number + ord(name)) % 2 else "warm"
+            pod.agent.say(catalogue.key(name), tier=tier, device_bytes=number)
+        await asyncio.sleep(0.005)
+    for name in "abc":
+        pod.agent.say(catalogue.key(name), tier="resident", device_bytes=77)
+    for name in "abc":
+        await eventually(lambda name=name: _bytes(catalogue, name, 77), f"the last word on {name}")
+    seconds = time.monotonic() - began
+    assert pod.writes - before <= 5 + 2.0 * seconds + 1
+
+
+async def _bytes(catalogue: Catalogue, name: str, device_bytes: int) -> bool:
+    return (await catalogue.entry(name)).get("deviceBytes") == device_bytes
+
+
+async def test_at_rest_nothing_is_written(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "a", "b")
+    await quiet(pod)
+    pod.kube.calls.clear()
+    for _ in range(20):
+        pod.agent.ring()
+        await asyncio.sleep(0.05)
+    assert {key for key in pod.kube.calls if key[0] != "watch"} <= {("apply", "leases")}
+
+
+async def test_agents_that_write_to_one_model_at_once_lose_nothing(catalogue: Catalogue, start) -> None:
+    """keycloak#43198: server-side apply answers 409 to requests that race."""
+    pods = [f"default-{index}" for index in range(6)]
+    await catalogue.assign(await catalogue.model("m"), *pods)
+    running = [await start(name) for name in pods]
+    for pod in running:
+        await eventually(lambda pod=pod: pod.agent.reports, "the model")
+    for number in range(5):
+        for pod in running:
+            pod.agent.say(catalogue.key("m"), tier="resident", device_bytes=1000 + number)
+        await asyncio.sleep(0.05)
+    await eventually(lambda: _all_bytes(catalogue, pods, 1004), "every entry")
+
+
+async def _all_bytes(catalogue: Catalogue, pods: list[str], device_bytes: int) -> bool:
+    entries = await catalogue.entries("m")
+    return set(entries) == set(pods) and {entry["deviceBytes"] for entry in entries.values()} == {device_bytes}
+
+
+# -- what goes --
+
+
+async def test_the_entry_of_a_model_that_goes_elsewhere_is_taken_back(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m", "n")
+    await catalogue.assign(await catalogue.kube.get(MODELS, "m", catalogue.namespace), "default-1")
+    await eventually(lambda: _gone(catalogue, "m"), "the entry to go")
+    assert pod.agent.names == [catalogue.key("n")]
+    assert await catalogue.entry("n")
+
+
+async def _gone(catalogue: Catalogue, name: str) -> bool:
+    return not await catalogue.entries(name)
+
+
+async def test_a_deleted_model_is_unloaded_and_not_written_to(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    await catalogue.delete("m")
+    await eventually(lambda: not pod.agent.names, "the model to be unloaded")
+    assert await catalogue.kube.get(MODELS, "m", catalogue.namespace) is None, "no finalizer holds it"
+    await quiet(pod)
+    assert pod.controller.writer.written == ()
+
+
+async def test_deleted_and_created_again_at_once_it_is_the_new_one(catalogue: Catalogue, start) -> None:
+    """aibrix#239: a stale cache said that it exists, and the new one was never loaded."""
+    pod = await serving(catalogue, start, "m")
+    for round_ in range(10):
+        await catalogue.delete("m")
+        model = await catalogue.model("m", description=f"number {round_}")
+        await catalogue.assign(model, POD)
+        uid = model["metadata"]["uid"]
+        await eventually(lambda uid=uid: _runs(pod, uid), "the new one")
+        await eventually(lambda: catalogue.entry("m"), "its entry")
+
+
+def _runs(pod, uid: str) -> bool:
+    processes, _ = pod.agent.applied[-1]
+    return [process.spec.model.uid for process in processes] == [uid]
+
+
+async def test_what_an_earlier_pod_of_its_name_left_behind_is_taken_back(catalogue: Catalogue, start) -> None:
+    await catalogue.model("left")
+    stale = {"residency": [{"pod": POD, "tier": "resident", "deviceBytes": 5}]}
+    await catalogue.kube.patch_status(MODELS, "left", catalogue.namespace, stale, manager=f"omni-agent.{POD}")
+    await start()
+    await eventually(lambda: _gone(catalogue, "left"), "the stale entry to go")
+
+
+async def test_an_entry_that_someone_removed_is_written_anew(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    nothing = {"residency": []}
+    await catalogue.kube.patch_status(MODELS, "m", catalogue.namespace, nothing, manager=f"omni-agent.{POD}")
+    assert await _gone(catalogue, "m")
+    await pod.controller.writer.sweep()
+    await eventually(lambda: catalogue.entry("m"), "the entry")
+
+
+# -- the API server is away --
+
+
+async def test_what_happens_while_the_api_server_is_away_is_told_when_it_is_back(
+    catalogue: Catalogue, start, line: Line
+) -> None:
+    pod = await serving(catalogue, start, "m", "n")
+    await line.cut()
+    pod.agent.say(catalogue.key("m"), tier="resident", device_bytes=42)
+    await catalogue.delete("n")
+    await catalogue.assign(await catalogue.model("o"), POD)
+    await asyncio.sleep(1.0)
+    assert not pod.task.done()
+    assert pod.agent.names == [catalogue.key("m"), catalogue.key("n")], "it goes on with what it knew"
+    await line.mend()
+    await eventually(lambda: pod.agent.names == [catalogue.key("m"), catalogue.key("o")], "what was missed", 40)
+    await eventually(lambda: _bytes(catalogue, "m", 42), "the swap that happened meanwhile", 40)
+    await eventually(lambda: catalogue.entry("o"), "the new one's entry", 40)
+
+
+async def test_a_restart_without_the_api_server_serves(catalogue: Catalogue, start, line: Line, tmp_path) -> None:
+    await catalogue.secret("key", token="hush")
+    env = {"TOKEN": {"secretKeyRef": {"name": "key", "key": "token"}}}
+    model = await catalogue.model("m", runtime={**(await catalogue.model("n"))["spec"]["runtime"], "env": env})
+    await catalogue.assign(model, POD, secrets={"key": {"token": b"hush"}})
+    first = await start()
+    await eventually(lambda: first.agent.names == [catalogue.key("m")], "the model")
+    first.task.cancel()
+    await asyncio.gather(first.task, return_exceptions=True)
+    await line.cut()
+
+    again = await start(agent=StandInAgent())
+    await eventually(lambda: again.agent.applied, "what was kept")
+    assert again.agent.names == [catalogue.key("m")]
+    assert again.agent.applied[-1][0][0].spec.env["TOKEN"] == "hush"
+    kept = (tmp_path / POD / "desired.json").read_text()
+    assert "hush" not in kept
+    assert base64.b64encode(b"hush").decode() not in kept, "secrets are on no disk"
+    await line.mend()
+    await catalogue.unassign("m")
+    await eventually(lambda: again.agent.names == [], "what the API server says now", 40)
+
+
+async def test_a_damaged_file_of_the_last_assignment_is_no_reason_to_fail(
+    catalogue: Catalogue, start, tmp_path
+) -> None:
+    (tmp_path / POD).mkdir()
+    (tmp_path / POD / "desired.json").write_text('{"format": 1, "pod": "default-0", "pool": 7')
+    await catalogue.assign(await catalogue.model("m"), POD)
+    pod = await start()
+    await eventually(lambda: pod.agent.names == [catalogue.key("m")], "the model")
+
+
+async def test_a_volume_of_another_pod_tells_nothing(catalogue: Catalogue, start, tmp_path, line: Line) -> None:
+    pod = await serving(catalogue, start, "m")
+    pod.task.cancel()
+    await asyncio.gather(pod.task, return_exceptions=True)
+    (tmp_path / POD).rename(tmp_path / "default-1")
+    await line.cut()
+    other = await start("default-1", StandInAgent())
+    assert other.controller.applied is None
+
+
+# -- secrets --
+
+
+async def test_a_missing_secret_is_told_and_does_not_touch_what_runs(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "fine")
+    runtime = {**(await catalogue.kube.get(MODELS, "fine", catalogue.namespace))["spec"]["runtime"]}
+    runtime["env"] = {"TOKEN": {"secretKeyRef": {"name": "late", "key": "token"}}}
+    model = await catalogue.model("m", runtime=runtime)
+    await catalogue.assign(model, POD, secrets={"late": {"token": b"x"}})
+    entry = await eventually(lambda: catalogue.entry("m"), "why it does not run")
+    assert (entry["ready"], entry["phase"], entry["reason"]) == (False, "failed", "SourceNotFound")
+    assert "there is no Secret late" in entry["message"]
+    assert pod.agent.names == [catalogue.key("fine")]
+    await catalogue.secret("late", token="x")
+    await eventually(lambda: catalogue.key("m") in pod.agent.names, "the model, once the secret is there")
+    await eventually(lambda: _ready(catalogue, "m"), "its entry")
+
+
+async def _ready(catalogue: Catalogue, name: str) -> bool:
+    return bool((await catalogue.entry(name)).get("ready"))
+
+
+async def test_a_changed_secret_reaches_the_model(catalogue: Catalogue, start) -> None:
+    await catalogue.secret("key", token="old")
+    first = await catalogue.model("n")
+    env = {"TOKEN": {"secretKeyRef": {"name": "key", "key": "token"}}}
+    model = await catalogue.model("m", runtime={**first["spec"]["runtime"], "env": env})
+    await catalogue.assign(model, POD, secrets={"key": {"token": b"old"}})
+    pod = await start()
+    await eventually(lambda: pod.agent.applied and pod.agent.applied[-1][0], "the model")
+    await catalogue.secret("key", token="new")
+    await catalogue.assign(model, POD, secrets={"key": {"token": b"new"}})  # as the operator does: another digest
+    await eventually(lambda: pod.agent.applied[-1][0][0].spec.env["TOKEN"] == "new", "the new value")
+
+
+# -- heartbeats and events --
+
+
+async def test_the_lease_beats(catalogue: Catalogue, start) -> None:
+    await start()
+    lease = await eventually(lambda: catalogue.kube.get(LEASES, POD, catalogue.namespace), "the lease")
+    assert lease["spec"]["holderIdentity"] == POD
+    assert lease["spec"]["leaseDurationSeconds"] > 20
+    assert lease["metadata"]["labels"]["omnimodel.io/pool"] == "default"
+
+
+async def test_events_are_for_people_and_not_one_for_each_swap(catalogue: Catalogue, start, kube: Kube) -> None:
+    pod = await serving(catalogue, start, "m")
+    for number in range(500):
+        pod.agent.events.add("OmniModel", catalogue.namespace, "m", "Woken", f"waking took {number / 100} s")
+    pod.agent.events.add("OmniModel", catalogue.namespace, "m", "Refused", "it is too large", warning=True)
+
+    async def told() -> list[dict]:
+        return list((await kube.list(EVENTS, catalogue.namespace)).items)
+
+    found = await eventually(lambda: _with(told, "Refused"), "the events")
+    by_reason: dict[str, list[dict]] = {}
+    for event in found:
+        by_reason.setdefault(event["reason"], []).append(event)
+    assert len(by_reason["Woken"]) == 1
+    (refused,) = by_reason["Refused"]
+    model = await kube.get(MODELS, "m", catalogue.namespace)
+    assert refused["involvedObject"]["uid"] == model["metadata"]["uid"]
+    assert refused["type"] == "Warning"
+
+
+async def _with(told, reason: str) -> list[dict]:
+    found = await told()
+    return found if any(event["reason"] == reason for event in found) else []
+
+
+# -- foreign hands --
+
+
+async def test_a_deleted_assignment_that_comes_back_is_run_again(catalogue: Catalogue, start) -> None:
+    pod = await serving(catalogue, start, "m")
+    await catalogue.kube.delete(PROCESSES, "m", catalogue.namespace)
+    await eventually(lambda: not pod.agent.names, "the model to go")
+    await catalogue.assign(await catalogue.kube.get(MODELS, "m", catalogue.namespace), POD)
+    await eventually(lambda: pod.agent.names, "the model to come back")
+    await eventually(lambda: catalogue.entry("m"), "its entry")
+
+
+async def test_an_agent_that_cannot_serve_the_pool_says_so_and_tries_again(catalogue: Catalogue, start) -> None:
+    agent = StandInAgent()
+    agent.fail_apply = RuntimeError("the device is gone")
+    pod = await start(agent=agent)
+    await eventually(lambda: any("device is gone" in e.message for _, e in agent.events._events), "the event")
+    agent.fail_apply = None
+    await catalogue.assign(await catalogue.model("m"), POD)
+    await eventually(lambda: pod.agent.applied and pod.agent.names, "the next round")
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_the_pace_lets_a_burst_pass_and_then_so_much_a_second(burst: int) -> None:
+    now = [0.0]
+    pace = Pace(burst, 2.0, lambda: now[0])
+    assert [pace.take() for _ in range(burst)] == [0.0] * burst
+    assert pace.take() == pytest.approx(0.5)
+    now[0] += 0.5
+    assert pace.take() == 0.0
