@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import httpx2
 import openai
@@ -144,7 +143,7 @@ async def test_a_client_that_leaves_ends_its_generation_at_once(child):
     await response.content.readuntil(b"\n\n")
     assert await child.busy()
     response.close()
-    await until(child.idle, 5)
+    await until(child.idle, 20)  # the 3000 tokens would take longer
     # Nothing is left in the batch that would be frozen.
     assert (await child.command(Evict(freeze=True))).values["frozen"] == 0
 
@@ -288,17 +287,16 @@ async def test_a_loop_that_died_is_started_again(published, source):
     assert await text_of(child, chat()) == expected
 
 
-async def test_sixteen_at_once_are_four_times_as_fast_as_one_after_another(published, source, record_property):
-    """A measurement: the number is reported, and asserted loosely, because the machine is shared."""
+async def test_sixteen_at_once_are_much_less_work_than_one_after_another(published, source, record_property):
+    """`omni bench` measures the tokens per second; here it is the processor time of one thread."""
     child = await published("smollm2", generation(), source, "bfloat16")
     bodies = [chat(QUESTIONS[i % 4], max_tokens=24, ignore_eos=True) for i in range(16)]
     await text_of(child, bodies[0])
-    began = time.perf_counter()
+    began = child.processor_seconds()
     for body in bodies:
         await text_of(child, body)
-    serial_seconds = time.perf_counter() - began
-    began = time.perf_counter()
+    serial_seconds = child.processor_seconds() - began
     await asyncio.gather(*(text_of(child, body) for body in bodies))
-    together_seconds = time.perf_counter() - began
+    together_seconds = child.processor_seconds() - began - serial_seconds
     record_property("speedup", round(serial_seconds / together_seconds, 2))
-    assert together_seconds < serial_seconds
+    assert 2 * together_seconds < serial_seconds
