@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # of this folder, cluster.py would be taken for the package
 
-from cluster.cluster import Cluster, Level
-from cluster.connection import ClusterError
+from cluster.cluster import Cluster, Level  # noqa: E402
+from cluster.connection import ClusterError  # noqa: E402
 
 
 def main() -> int:

@@ -118,7 +118,10 @@ def whole(least: int, most: int, what: str = "a whole number") -> Checked:
             raise refusal(f"is {'less' if value < least else 'more'} than is possible", cure)
         return value
 
-    return Checked(check, {"type": "integer", "minimum": least, "maximum": most})
+    # The API server keeps bounds as floating-point numbers: a larger one comes back as another number, and tools that
+    # compare would find a difference for ever.
+    bounds = {"minimum": least, "maximum": most} if most <= 2**53 else {"minimum": least, "format": "int64"}
+    return Checked(check, {"type": "integer", **bounds})
 
 
 def number(least: float, most: float) -> Checked:
@@ -131,7 +134,9 @@ def number(least: float, most: float) -> Checked:
             raise refusal("is out of range", f"write a number from {least:g} to {most:g}")
         return float(value)
 
-    return Checked(check, {"type": "number", "minimum": least, "maximum": most})
+    bounds = {"minimum": least, "maximum": most}
+    plain = {name: int(bound) if float(bound).is_integer() else bound for name, bound in bounds.items()}
+    return Checked(check, {"type": "number", **plain})
 
 
 def _scalar(value: Any) -> bool:

@@ -185,7 +185,7 @@ def _checked(schema: dict[str, Any]) -> str:
     if "is not a duration" in rules:
         return "duration or `never`" if "never" in rules else "duration"
     if schema.get("type") == "integer":
-        most = schema["maximum"]
+        most = schema.get("maximum", 2**62)
         return f"integer, {schema['minimum']} to {most}" if most < 2**40 else f"integer, at least {schema['minimum']}"
     if schema.get("type") == "number":
         return "number"
