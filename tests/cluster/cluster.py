@@ -210,7 +210,7 @@ class Cluster(Connection):
     def _start_containerd(self) -> None:
         for name in ("containerd.toml", "pods.conflist", "kubelet.yaml", "kube-proxy.yaml"):
             self._write(f"etc/{name}", self._filled((HERE / "etc" / name).read_text()))
-        self._write("etc/machine.json", json.dumps(self._specification()))
+        self._write("machine.json", json.dumps(self._specification()))
         self._start("containerd")
         socket = Path(f"/proc/{self.processes['init'].pid}/root/run/containerd/containerd.sock")
         self._wait("containerd", "its socket", 30, socket.exists)
