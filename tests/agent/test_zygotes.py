@@ -139,6 +139,8 @@ async def test_children_outlive_their_zygote_and_a_new_one_forks(tmp_path: Path)
         await until(lambda: many.spawner.zygotes.processes() and first(many.spawner.zygotes) != zygote)
         new = await many.make()
         assert (await new.command(Ping())).ok
+        journal = os.listdir(many.spawner.state_dir / "journal")
+        assert len([name for name in journal if name.startswith("zygote-")]) == 1, "the one that died is forgotten"
         os.kill(old.pid, signal.SIGKILL)
         end = await asyncio.wait_for(asyncio.shield(old.exited), 60)
         assert not end.expected

@@ -263,6 +263,7 @@ class Zygotes:
             zygote = self._zygotes.get(environment)
             if zygote is not None and zygote.alive:
                 return zygote
+            await self.retire(environment)  # the one that died
             zygote = await self._derive(environment, preload) if environment else await self._exec((), progress)
             self._zygotes[environment] = zygote
             return zygote
@@ -334,6 +335,7 @@ class Zygotes:
             ) from error
         except BaseException:
             await zygote.close(kill=True)
+            self._journal.forget(zygote.log_path.stem)
             raise
         log.info(
             "zygote_up pid=%d environment=%s seconds=%.3f private_bytes=%d absent=%s",
