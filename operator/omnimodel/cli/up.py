@@ -216,7 +216,8 @@ async def _tell_progress(agent: Agent) -> None:
         busy = {f"{m.namespace}/{m.name}": m.in_flight for m in agent.report().models if m.in_flight}
         if busy and sum(busy.values()) != told:
             told = sum(busy.values())
-            print(f"waiting for {told} requests: {', '.join(busy)}", file=sys.stderr, flush=True)
+            requests = "request" if told == 1 else "requests"
+            print(f"waiting for {told} {requests}: {', '.join(busy)}", file=sys.stderr, flush=True)
         await asyncio.sleep(0.5)
 
 
