@@ -137,7 +137,7 @@ async def test_bad_input_is_refused_with_the_name_of_what_is_wrong(name, serve):
         status, answer = await child.post("/v2/models/any/infer", body)
         assert status == 400, answer
         if parameter:
-            assert parameter in (answer["error"]["param"] or ""), answer
+            assert parameter in answer.get("param", ""), answer
 
 
 async def test_a_voice_or_a_language_that_is_not_there_is_refused(serve):

@@ -115,8 +115,8 @@ async def test_the_process_ends_when_its_agent_is_gone(child):
 async def test_a_body_over_the_limit_is_413_with_the_limit(child):
     status, answer = await child.post(PATH, data=b"x" * (9 << 20))
     assert status == 413
-    assert str(8 << 20) in answer["error"]["message"]
-    assert answer["error"]["code"] == "request_too_large"
+    assert str(8 << 20) in answer["error"]
+    assert answer["code"] == "request_too_large"
 
 
 async def test_unknown_paths_and_methods_have_error_objects(child):
@@ -124,7 +124,7 @@ async def test_unknown_paths_and_methods_have_error_objects(child):
     assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
     async with child.session.get(PATH) as response:
         assert response.status == 405
-        assert (await response.json())["error"]["message"].startswith("GET /v2/models/tiny/infer is nothing")
+        assert (await response.json())["error"].startswith("GET /v2/models/tiny/infer is nothing")
 
 
 async def test_readiness_follows_residency(child, frames):
@@ -160,7 +160,7 @@ async def test_readiness_follows_residency(child, frames):
 async def test_a_wrong_inference_request_is_refused_with_what_is_wrong(child, change, said):
     status, answer = await child.post(PATH, {**ask(), **change})
     assert status == 400
-    assert said in answer["error"]["message"]
+    assert said in answer["error"]
 
 
 async def test_metadata_says_inputs_and_outputs(child):

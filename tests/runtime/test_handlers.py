@@ -211,13 +211,13 @@ async def test_predict_that_raises_is_a_500_with_the_sentence_and_the_next_reque
     child = await serving(spec(handler=handler(text)), source)
     path = "/v2/models/tiny/infer"
     status, answer = await child.post(path, ask((-1, 2, 3)))
-    assert (status, answer["error"]["type"]) == (500, "server_error")
-    assert "predict() raised ValueError: negative" in answer["error"]["message"]
+    assert status == 500
+    assert "predict() raised ValueError: negative" in answer["error"]
     status, answer = await child.post(path, ask((0, 2, 3)))
-    assert (status, answer["error"]["message"]) == (400, "x must not be zero")
+    assert (status, answer) == (400, {"error": "x must not be zero", "param": "x"})
     status, answer = await child.post(path, ask((9, 2, 3)))
     assert status == 500
-    assert "sys.exit" in answer["error"]["message"]
+    assert "sys.exit" in answer["error"]
     assert (await child.post(path, ask()))[0] == 200
 
 
@@ -235,7 +235,7 @@ async def test_predict_that_returns_the_wrong_type_is_a_500_that_says_so(serving
     child = await serving(spec(handler=handler(text)), source)
     status, answer = await child.post("/v2/models/tiny/infer", ask())
     assert status == 500
-    assert said in answer["error"]["message"]
+    assert said in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ async def test_a_task_says_what_its_predict_must_return(serving, source, task, p
     child = await serving(spec(handler=handler(methods(predict=predict)), task=task), source)
     status, answer = await child.post(path, body)
     assert status == 500, answer
-    assert "predict() returned" in answer["error"]["message"]
+    assert "predict() returned" in json.dumps(answer)
 
 
 async def test_predict_that_never_returns_does_not_keep_the_process_from_answering_pings(serving, source):
@@ -348,7 +348,7 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event_and_a_
     seen = []
     with pytest.raises(aiohttp.ClientError):
         await collect(child.events("/v2/models/tiny/infer", {**ask(), "stream": True}), seen)
-    assert "half" in seen[-1]["error"]["message"]
+    assert "half" in seen[-1]["error"]
 
 
 async def test_a_model_without_a_module_has_no_frames(serving, source):

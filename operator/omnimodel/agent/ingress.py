@@ -125,7 +125,11 @@ class Ingress:
                     allow_redirects=False,
                 )
         except TimeoutError:
+            instance.abandon(process)
             raise _overran(instance, allowed) from None
+        except asyncio.CancelledError:
+            instance.abandon(process)
+            raise
         except aiohttp.ClientConnectorError as error:
             raise _NotSentError(process) from error
         except (aiohttp.ClientError, OSError) as error:
@@ -168,7 +172,11 @@ class Ingress:
                 await chunks.aclose()  # type: ignore[attr-defined]
             # A connection whose answer was not read to its end is closed, which is how the process learns
             # that nobody waits for it any more.
-            response.release() if response.content.at_eof() else response.close()
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+                instance.abandon(process)
 
 
 class _NotSentError(Exception):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
+from omnimodel.agent.abandoned import until_stopped
 from omnimodel.agent.line import Line
 from omnimodel.errors import DispatchError, OmniError, ProcessError, Reason
 from omnimodel.protocol.process import Evict, Start, Wake
@@ -183,6 +184,7 @@ class Instance:
         self._changed = changed
         self._on_exit = on_exit
         self._watch: asyncio.Task[None] | None = None
+        self._abandoned: asyncio.Task[None] | None = None
         self._ending = False  # told to
         self._ending_because: OmniError | None = None
 
@@ -268,8 +270,20 @@ class Instance:
 
     def admit(self) -> None:
         """Let in who waits, if it may: not before its first answer was checked, and not while it drains."""
-        if self.state is State.RESIDENT and not self.leaving and (not self.draining or self.line.owed):
+        if self.state is not State.RESIDENT or self.leaving or self._abandoned is not None:
+            return
+        if not self.draining or self.line.owed:
             self.line.admit(system_only=not self.verified)
+
+    def abandon(self, process: ModelProcess) -> None:
+        """Note that nobody waits any more for an answer that the process has not finished."""
+        if self._abandoned is None and self.process is process and not self.foreign and not self.freezable:
+            self._abandoned = asyncio.create_task(until_stopped(self, process), name=f"abandoned {self.name}")
+            self._abandoned.add_done_callback(self._stopped_computing)
+
+    def _stopped_computing(self, _: asyncio.Task[None]) -> None:
+        self._abandoned = None
+        self.admit()
 
     def check_room_in_line(self) -> None:
         """Raise the DispatchError with which a request is refused at once, if there is one."""

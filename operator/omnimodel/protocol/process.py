@@ -82,7 +82,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class Ping:
-    """Answered at once from the control thread. Values: `inFlight`."""
+    """Answered at once from the control thread.
+
+    Values: `inFlight`, and `abandoned`, whether it computes for somebody who no longer waits.
+    """
 
     op: Literal["ping"] = "ping"
 

@@ -1,4 +1,4 @@
-"""The HTTP side that all engines share: limits, errors as OpenAI's objects, and what happens when a client leaves."""
+"""The HTTP side that all engines share: limits, errors as the endpoint has them, what happens when a client leaves."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # asyncio takes a connect that found the backlog of a UNIX socket full for one that succeeded, and fails at the first
 # byte. So there is room for more than a gateway ever sends at once; the kernel cuts it to net.core.somaxconn.
 BACKLOG = 4096
+INFERENCE_PATH = "/v2/"
 READY_PATH = "/v2/health/ready"
 LIVE_PATH = "/v2/health/live"
 
@@ -48,7 +49,7 @@ class Traffic:
             ready = self.resident or request.path == LIVE_PATH
             return web.json_response({"ready": ready}, status=200 if ready else 503)
         if not self.resident:
-            return _refusal(RequestError(f"{self.subject} is not resident", code=NOT_RESIDENT, status=503))
+            return _refusal(request, RequestError(f"{self.subject} is not resident", code=NOT_RESIDENT, status=503))
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -62,24 +63,31 @@ class Traffic:
         try:
             return await handler(request)
         except RequestError as error:
-            return _refusal(error)
+            return _refusal(request, error)
         except web.HTTPRequestEntityTooLarge:
             text = f"The body is larger than the {self.request_bytes} bytes that {self.subject} takes"
-            return _refusal(RequestError(text, code="request_too_large", status=413))
+            return _refusal(request, RequestError(text, code="request_too_large", status=413))
         except web.HTTPException as error:
             text = f"{request.method} {request.path} is nothing that {self.subject} answers"
-            return _refusal(RequestError(text if error.status in (404, 405) else error.reason, status=error.status))
+            return _refusal(
+                request, RequestError(text if error.status in (404, 405) else error.reason, status=error.status)
+            )
         except OmniError as error:
             log.exception("request failed path=%s", request.path)
-            return _refusal(RequestError(str(error), code=str(error.reason), status=500))
+            return _refusal(request, RequestError(str(error), code=str(error.reason), status=500))
         except Exception as error:
             log.exception("request failed path=%s", request.path)
             text = f"{self.subject}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            return _refusal(RequestError(text, code=str(Reason.HANDLER_FAILED), status=500))
+            return _refusal(request, RequestError(text, code=str(Reason.HANDLER_FAILED), status=500))
 
 
-def _refusal(error: RequestError) -> web.Response:
-    return web.json_response(error.body(), status=error.status)
+def _refusal(request: web.Request, error: RequestError) -> web.Response:
+    return web.json_response(_error_object(request, error), status=error.status)
+
+
+def _error_object(request: web.Request, error: RequestError) -> dict[str, Any]:
+    """An error as the protocol of the path has it."""
+    return error.inference_body() if request.path.startswith(INFERENCE_PATH) else error.body()
 
 
 def application(traffic: Traffic, routes: list[web.RouteDef]) -> web.Application:
@@ -117,7 +125,7 @@ async def send_events(request: web.Request, events: AsyncGenerator[Any, None], *
         except (RequestError, OmniError, RuntimeError, ValueError, TypeError) as raised:
             log.exception("stream failed path=%s", request.path)
             error = raised if isinstance(raised, RequestError) else RequestError(str(raised), status=500)
-            await response.write(_event(error.body()))
+            await response.write(_event(_error_object(request, error)))
             if request.transport is not None:
                 request.transport.close()
             return response

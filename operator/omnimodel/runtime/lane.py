@@ -65,8 +65,15 @@ class Lane:
         self._step = step
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]]
         self._jobs = queue.SimpleQueue()
+        self._current: asyncio.Future[Any] | None = None  # of the step under way
         self._thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self._thread.start()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the step under way is one that nobody waits for any more."""
+        current = self._current
+        return current is not None and current.cancelled()
 
     def _run(self) -> None:
         self._prepare()
@@ -79,11 +86,13 @@ class Lane:
                     continue
                 result: Any = None
                 error: BaseException | None = None
+                self._current = future
                 try:
                     with self._step():
                         result = job()
                 except BaseException as raised:
                     error = raised
+                self._current = None
             with suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(_settle, future, result, error)
             del job, future, result, error

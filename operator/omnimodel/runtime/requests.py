@@ -1,4 +1,4 @@
-"""What can be wrong with a request, as the error objects that OpenAI's clients understand."""
+"""What can be wrong with a request, as the error objects that clients of both protocols understand."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """The error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def inference_body(self) -> dict[str, str]:
+        """The error object of the Open Inference Protocol, whose `error` is text, with field and cause beside it."""
+        beside = {"param": self.param, "code": self.code}
+        return {"error": self.message, **{name: text for name, text in beside.items() if text}}
 
 
 def unsupported(name: str, why: str = "") -> RequestError:

@@ -124,17 +124,19 @@ class _Process:
         self._last_id = envelope.id
         command = envelope.command
         if isinstance(command, Ping):
-            self._send(Reply(envelope.id, ok=True, values={"inFlight": self._in_flight()}))
+            self._send(Reply(envelope.id, ok=True, values=self._traffic_now()))
         elif isinstance(command, Stop):
             self._stop_reply = envelope.id
             self._loop.call_soon_threadsafe(self._end, 0, command.grace_seconds)
         else:
             self._commands.put((envelope, descriptors))
 
-    def _in_flight(self) -> int:
-        if isinstance(self._engine, ForeignEngine):
-            return self._engine.connections
-        return self._traffic.in_flight if self._traffic else 0
+    def _traffic_now(self) -> dict[str, Any]:
+        engine, traffic = self._engine, self._traffic
+        if engine is None or traffic is None:
+            return {"inFlight": 0, "abandoned": False}
+        in_flight = engine.connections if isinstance(engine, ForeignEngine) else traffic.in_flight
+        return {"inFlight": in_flight, "abandoned": engine.abandoned}
 
     def _check(self, envelope: Envelope) -> None:
         """Refuse what is not meant for this process as it is now.

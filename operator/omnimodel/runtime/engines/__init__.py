@@ -61,6 +61,10 @@ class Setting:
 class Engine(Protocol):
     """See the module."""
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether it computes for somebody who no longer waits; read from any thread."""
+
     def start(self) -> None:
         """Get ready to be woken. Raises OmniError."""
 

@@ -67,6 +67,11 @@ class ForeignEngine:
         self._unix = False
         self.connections = 0
 
+    @property
+    def abandoned(self) -> bool:
+        """Unknown: the server sees its clients leave, and does what it does."""
+        return False
+
     def start(self) -> None:
         """Nothing is loaded before the first wake."""
 

@@ -37,6 +37,10 @@ _libc = ctypes.CDLL(None)
 class Serving(Protocol):
     """What answers requests with a bound model."""
 
+    @property
+    def abandoned(self) -> bool:
+        """See `engines.Engine`."""
+
     def routes(self) -> list[web.RouteDef]:
         """What it answers."""
 
@@ -63,6 +67,11 @@ class OwnEngine:
         self._setting = setting
         self._window: Window | None = None
         self._serving: Serving | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether a call of the handler goes on for nobody."""
+        return self._serving is not None and self._serving.abandoned
 
     def start(self) -> None:
         """Build on the meta device, bind, and load what belongs to the handler. Raises OmniError."""
@@ -147,6 +156,11 @@ class Prediction:
         engine = setting.spec["engine"]
         self._metadata = tasks.describe(setting.name, engine, self._task, self._predictor.signature)
         self._working_bytes = int(call(setting.subject, "working_bytes()", model.working_bytes))
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether `predict` goes on for nobody."""
+        return self._lane.abandoned
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of the task."""

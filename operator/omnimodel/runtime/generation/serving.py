@@ -51,6 +51,11 @@ class TextGeneration:
         requests = int(model.options.get("maxBatch") or limits.get("concurrency") or REQUESTS)
         self._batching = Batching(setting.subject, model.module, cache_tokens, requests)
 
+    @property
+    def abandoned(self) -> bool:
+        """Never: a request whose client has left is taken out of the batch."""
+        return False
+
     def routes(self) -> list[web.RouteDef]:
         """Chat and plain completions."""
         return [web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._completions)]

@@ -1,0 +1,177 @@
+"""What clients and the ledger see of real processes in their sandboxes: working memory, deaths, and who hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from agent.world import HANDLER, MIB, World, command, pool
+from gateway.standin import System
+from omnimodel.agent import abandoned
+from omnimodel.agent import instance as instances
+from omnimodel.errors import DispatchError
+from omnimodel.gateway.app import create_app, serve
+
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+
+SPEAKS = (
+    HANDLER.replace("def predict(self, command: str) -> dict[str, float]:", "def told(self, command):")
+    + """
+    def embed(self, inputs):
+        self.told(inputs[0])
+        return torch.ones(len(inputs), 2).numpy()
+
+    def speak(self, command):
+        for _ in range(3):
+            yield {"sum": self.told("hello")["sum"]}
+        self.told(command)
+"""
+)
+EMBEDS = SPEAKS.replace("import torch\n", "import numpy as np\nimport torch\n", 1).replace(
+    "def embed(self, inputs):", "def predict(self, inputs: list[str]) -> np.ndarray:"
+)
+STREAMS = SPEAKS.replace("import torch\n", "from collections.abc import Iterator\nimport torch\n", 1).replace(
+    "def speak(self, command):", "def predict(self, command: str) -> Iterator[dict]:"
+)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running(tmp_path_factory):
+    """One agent for the module, with a gateway in front of it."""
+    world = World(tmp_path_factory.mktemp("agent"))
+    world.pool = pool(1280 * MIB)
+    await world.agent.start()
+    listening = await serve(create_app(world.agent, System()), "127.0.0.1", 0)
+    world.url = listening.address
+    yield world
+    await listening.close()
+    await world.agent.stop(5.0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(running):
+    yield running
+    await running.apply()
+    await running.until(lambda: not running.broker.instances, "all models are gone")
+    running.check_ledger()
+
+
+async def post(world, path, body):
+    async with aiohttp.ClientSession() as session, session.post(world.url + path, json=body) as response:
+        return response.status, await response.json(), response.headers
+
+
+# Deaths
+
+
+async def test_a_death_in_a_forward_pass_is_an_error_object_of_the_endpoint(world):
+    embeds = world.manifest("embeds", handler=EMBEDS)
+    embeds["spec"]["runtime"]["task"] = "embeddings"
+    del embeds["spec"]["probe"]
+    await world.apply(world.manifest("infers"), embeds)
+    status, answer, _ = await post(world, "/v2/models/infers/infer", command("exit:3"))
+    assert status == 502
+    assert isinstance(answer["error"], str)
+    assert "exit status 3" in answer["error"]
+    status, answer, _ = await post(world, "/v1/embeddings", {"model": "embeds", "input": "exit:4"})
+    assert status == 502
+    assert answer["error"]["type"] == "server_error"
+    assert "exit status 4" in answer["error"]["message"]
+    for path, body in (
+        ("/v2/models/infers/infer", command("hello")),
+        ("/v1/embeddings", {"model": "embeds", "input": "hello"}),
+    ):
+        assert (await post(world, path, body))[0] == 200
+
+
+async def test_a_death_in_the_middle_of_a_stream_is_its_last_event(world):
+    manifest = world.manifest("streams", handler=STREAMS)
+    del manifest["spec"]["probe"]
+    await world.apply(manifest)
+    body = {**command("exit:5"), "stream": True}
+    events = []
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{world.url}/v2/models/streams/infer", json=body) as response,
+    ):
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                events.append(json.loads(line[6:]))
+    assert [event["outputs"][0]["data"] for event in events[:-1]] == [[pytest.approx(world.answer(8, 1))]] * 3
+    assert "exit status 5" in json.dumps(events[-1]["error"])
+    assert (await post(world, "/v2/models/streams/infer", {**command("exit:5"), "stream": False}))[0] == 502
+
+
+async def test_an_error_of_the_handler_reaches_the_client_in_the_manner_of_the_endpoint(world):
+    await world.apply(world.manifest("infers"))
+    status, answer, _ = await post(world, "/v2/models/infers/infer", {"inputs": []})
+    assert status == 400
+    assert "input command is missing" in answer["error"]
+    status, answer, _ = await post(world, "/v2/models/infers/infer", command("sleep:much"))
+    assert status == 500
+    assert "ValueError" in answer["error"]
+
+
+@pytest.mark.parametrize("how", ["past its deadline", "left by its client"])
+async def test_a_predict_that_never_returns_is_ended_and_who_waits_is_served(world, monkeypatch, how):
+    monkeypatch.setattr(abandoned, "GRACE_SECONDS", 0.5)
+    await world.apply(world.manifest("infers", limits={"deadline": "30s"}))
+    pid = world.instance("infers").process.pid
+    if how == "past its deadline":
+        with pytest.raises(DispatchError) as caught:
+            await world.ask("infers", "sleep:3600", deadline=0.5)
+        assert caught.value.status == 504
+    else:
+        left = asyncio.create_task(world.ask("infers", "sleep:3600"))
+        await world.until(lambda: world.instance("infers").line.in_flight == 1)
+        left.cancel()
+        await asyncio.wait([left])
+    # Both are held, not sent into the process that hangs; so they are answered by the next one.
+    answers = await asyncio.gather(world.ask("infers"), world.ask("infers"))
+    assert answers == [pytest.approx(world.answer(8, 1))] * 2
+    assert world.instance("infers").process.pid != pid
+    assert world.report("infers").process.restarts == 0
+    world.check_ledger()
+
+
+async def test_work_for_nobody_that_ends_in_time_costs_no_process(world):
+    await world.apply(world.manifest("infers"))
+    pid = world.instance("infers").process.pid
+    with pytest.raises(DispatchError):
+        await world.ask("infers", "sleep:0.6", deadline=0.2)
+    assert await world.ask("infers") == pytest.approx(world.answer(8, 1))
+    assert world.instance("infers").process.pid == pid
+
+
+async def test_who_shares_a_process_with_abandoned_work_keeps_it(world, monkeypatch):
+    monkeypatch.setattr(abandoned, "GRACE_SECONDS", 0.2)
+    await world.apply(world.manifest("infers", limits={"concurrency": 4}))
+    pid = world.instance("infers").process.pid
+    left = asyncio.create_task(world.ask("infers", "sleep:1.5"))
+    await world.until(lambda: world.instance("infers").line.in_flight == 1)
+    behind = asyncio.create_task(world.ask("infers"))
+    await world.until(lambda: world.instance("infers").line.in_flight == 2)
+    left.cancel()
+    assert await behind == pytest.approx(world.answer(8, 1))
+    assert world.instance("infers").process.pid == pid
+
+
+async def test_a_process_that_hangs_when_it_is_to_leave_is_killed_in_bounded_time(world, monkeypatch):
+    monkeypatch.setattr(instances, "_ACKNOWLEDGE_SECONDS", 1.0)
+    await world.apply(world.manifest("infers"))
+    pid = world.instance("infers").process.pid
+    with pytest.raises(DispatchError):
+        await world.ask("infers", "sleep:3600", deadline=0.3)
+    async with asyncio.timeout(30):
+        with suppress(DispatchError):
+            await world.agent.evict("default", "infers", 20)
+    await world.until(lambda: world.instance("infers").process is None, "it is gone")
+    world.check_ledger()
+    assert await world.ask("infers") == pytest.approx(world.answer(8, 1))
+    assert world.instance("infers").process.pid != pid
