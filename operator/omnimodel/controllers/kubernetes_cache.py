@@ -6,7 +6,7 @@ Two sources fill it, watches and lists, beside the answers to the operator's own
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,7 @@ class Cache:
         """Names that a model asks for."""
         return self._names.get(key, ())
 
-    def rivals(self, names: Sequence[str]) -> set[Key]:
+    def rivals(self, names: Iterable[str]) -> set[Key]:
         """Models that ask for any of these names."""
         return {key for name in names for key in self._claims.get(name, ())}
 

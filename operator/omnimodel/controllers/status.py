@@ -30,10 +30,11 @@ _FINAL = frozenset(Reason) - {Reason.SIZE_UNKNOWN, Reason.DRAINING, Reason.QUEUE
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a model is not given to the agent at all."""
+    """Why a model is not given to the agent at all; with `serves_on`, only its newest version is not."""
 
     reason: str
     message: str
+    serves_on: bool = False
 
 
 def timestamp(unix_seconds: float) -> str:
@@ -83,9 +84,11 @@ def _verdict(
     if suspended:
         return _conditions("False", "", Reason.SUSPENDED, "its manifest says suspend: true")
     if refusal is not None:
-        if report is not None and report.ready and report.generation != generation:
-            message = f"{refusal.message}; generation {report.generation} serves until then"
-            return _conditions("Unknown", "Stalled", refusal.reason, message)
+        if refusal.serves_on and report is not None and report.ready:
+            same = report.generation == generation
+            serving = "what was started before serves on" if same else f"generation {report.generation} serves on"
+            ready = "True" if same else "Unknown"
+            return _conditions(ready, "Stalled", refusal.reason, f"{refusal.message}; {serving}")
         return _conditions("False", "Stalled", refusal.reason, refusal.message)
     if report is None:
         reason, message = (pending.reason, pending.message) if pending else _WORK["pending"]

@@ -31,6 +31,7 @@ CONFLICTS = 6  # of one write with others, before the caller's own backoff takes
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
+JSON_PATCH = "application/json-patch+json"
 _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 _DISCOVERY = Kind("", "", "discovery", "", namespaced=False)
@@ -265,6 +266,31 @@ class Kube:
     async def merge(self, kind: Kind, name: str, namespace: str, patch: Object) -> dict[str, Any]:
         """JSON merge patch: for what this system made alone, such as the count of an event."""
         return await self._ask("patch", "PATCH", kind, kind.path(namespace, name), {}, patch, MERGE)
+
+    async def remove_item(
+        self,
+        kind: Kind,
+        name: str,
+        namespace: str,
+        path: str,
+        index: int,
+        expected: tuple[str, str],
+        subresource: str = "",
+    ) -> None:
+        """Remove one item of a list, if it still is the one that is meant.
+
+        Args:
+            kind, name, namespace, subresource: of the object.
+            path: of the list, such as `/status/residency`.
+            index: of the item.
+            expected: a field of the item and its value.
+        """
+        steps = [
+            {"op": "test", "path": f"{path}/{index}/{expected[0]}", "value": expected[1]},
+            {"op": "remove", "path": f"{path}/{index}"},
+        ]
+        verb = "patch-status" if subresource else "patch"
+        await self._ask(verb, "PATCH", kind, kind.path(namespace, name, subresource), {}, steps, JSON_PATCH)
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
         """Delete an object, and in the background what it owns. Nothing happens when it is not there.

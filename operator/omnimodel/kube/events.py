@@ -37,7 +37,7 @@ class Recorder:
         self._component = component
         self._instance = instance
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._told: dict[str, tuple[float, int]] = {}  # when, and how often
 
     async def tell(self, about: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
         """Record an event of an object.
@@ -53,9 +53,10 @@ class Recorder:
         parts = (about["kind"], metadata.get("uid", ""), reason, text, self._component)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         now = self._clock()
-        if now - self._told.get(digest, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        last, count = self._told.get(digest, (now - REPEAT_SECONDS, 0))
+        if now - last < REPEAT_SECONDS:
             return
-        self._told[digest] = now
+        self._told[digest] = (now, count + 1)
         while len(self._told) > REMEMBERED:
             del self._told[next(iter(self._told))]
         namespace = metadata.get("namespace") or EVERYWHERE
@@ -86,8 +87,8 @@ class Recorder:
             except KubeError as error:
                 if not error.conflict:
                     raise
-                known = await self._kube.get(EVENTS, name, namespace) or {}
-                count = int(known.get("count") or 1) + 1
-                await self._kube.merge(EVENTS, name, namespace, {"count": count, "lastTimestamp": stamp})
+                # Who writes events may not read them, so an earlier run's count is not known.
+                counted = {"count": max(2, count + 1), "lastTimestamp": stamp}
+                await self._kube.merge(EVENTS, name, namespace, counted)
         except KubeError as error:
             log.warning("event not written kind=%s name=%s reason=%s error=%s", parts[0], name, reason, error)

@@ -1,0 +1,394 @@
+"""The operator: kopf brings news of objects, one leader reconciles, everyone keeps a cache and answers probes.
+
+kopf is used for `on.event` alone: it lists and watches, and its handlers only put objects into the cache. It never
+writes. A fault of it ends the process, and the next one begins from what the cluster says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import kopf
+from aiohttp import web
+
+from omnimodel.api.crd import SCHEMA_LABEL, SCHEMA_VERSION
+from omnimodel.api.meta import API_VERSION
+from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key, version_of
+from omnimodel.controllers.kubernetes_children import MANAGED, AgentSettings
+from omnimodel.controllers.kubernetes_health import Hearing, Numbers, health_application
+from omnimodel.controllers.kubernetes_reconcile import Reconciler
+from omnimodel.controllers.kubernetes_writes import Writer
+from omnimodel.controllers.status import Refusal
+from omnimodel.errors import OmniError, Reason
+from omnimodel.kube import (
+    DEFINITIONS,
+    DISRUPTION_BUDGETS,
+    LEASES,
+    MODELS,
+    PODS,
+    POOLS,
+    PROCESSES,
+    SERVICES,
+    STATEFUL_SETS,
+    Election,
+    Kind,
+    Kube,
+    KubeError,
+    Recorder,
+    key_of,
+)
+
+log = logging.getLogger(__name__)
+
+WORKERS = 16
+SWEEP_SECONDS = 300.0
+CANARY_SECONDS = 60.0
+WAIT_SECONDS = 5.0
+TOKEN_SECONDS = 300.0  # a pod's token is renewed by the kubelet long before it ends
+STOP_SECONDS = 5.0
+CANARY_LABELS = {POOL_LABEL: "", "omnimodel.io/canary": "true"}  # the first lets the watch of leases bring it
+_MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED.items())
+SELECTORS: Mapping[Kind, str] = {
+    MODELS: "",
+    POOLS: "",
+    PROCESSES: "",
+    PODS: POOL_LABEL,
+    LEASES: POOL_LABEL,
+    STATEFUL_SETS: _MANAGED,
+    SERVICES: f"{_MANAGED},{POOL_LABEL}",
+    DISRUPTION_BUDGETS: f"{_MANAGED},{POOL_LABEL}",
+}
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """How the operator runs.
+
+    Args:
+        identity: its own name; no two may have the same.
+        namespace: its own.
+        release: prefix of its Lease.
+        namespaces: that it looks after; empty for all.
+        port: of probes and metrics; 0 for any.
+        agents: what pods of pools have.
+        lease_seconds, renew_seconds, retry_seconds: of the election.
+        sweep_seconds: between two full lists.
+    """
+
+    identity: str
+    namespace: str = "default"
+    release: str = "omnimodel"
+    namespaces: tuple[str, ...] = ()
+    port: int = 8711
+    agents: AgentSettings = field(default_factory=AgentSettings)
+    lease_seconds: float = 20.0
+    renew_seconds: float = 12.0
+    retry_seconds: float = 4.0
+    sweep_seconds: float = SWEEP_SECONDS
+
+
+class Operator:
+    """See the module.
+
+    Args:
+        kube: the connection.
+        settings: how it runs.
+        on_lost: called when someone else leads; ends the process at once unless it is given.
+    """
+
+    def __init__(self, kube: Kube, settings: OperatorSettings, *, on_lost: Callable[[], object] | None = None) -> None:
+        self._kube = kube
+        self._on_lost = on_lost or end_process
+        self._settings = settings
+        self.cache = Cache()
+        self.hearing = Hearing()
+        self.election = Election(
+            kube,
+            settings.namespace,
+            f"{settings.release}-operator",
+            settings.identity,
+            lease_seconds=settings.lease_seconds,
+            renew_seconds=settings.renew_seconds,
+            retry_seconds=settings.retry_seconds,
+        )
+        writer = Writer(kube, self.cache, self.hearing, lambda: self.election.leads)
+        recorder = Recorder(kube, "omni-operator", settings.identity)
+        self.reconciler = Reconciler(kube, self.cache, writer, recorder, settings.agents, done=self._round_done)
+        self.numbers = Numbers(
+            kube.calls,
+            self.hearing,
+            lambda: self.reconciler.queue.depth,
+            lambda: self.election.leads,
+            lambda: {kind.plural: len(items) for kind, items in self.cache.items.items()},
+        )
+        self._synced = asyncio.Event()
+        self._stop = asyncio.Event()
+        self.waits_for = "the API server"
+        self.port = 0
+
+    def _round_done(self, kind: str, seconds: float, error: Exception | None) -> None:
+        self.numbers.reconcile_seconds.labels(kind).observe(seconds)
+        if error is not None:
+            self.numbers.failures.labels(kind).inc()
+
+    def stop(self) -> None:
+        """End `run` in order."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Run until stopped by `stop` or by a signal.
+
+        Raises:
+            Exception: a watch failed for good; to be started anew.
+        """
+        runner = web.AppRunner(health_application(self.numbers, self._why_dead, self._why_not_ready), access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "0.0.0.0", self._settings.port)  # noqa: S104 - the kubelet asks
+        await site.start()
+        self.port = runner.addresses[0][1]
+        log.info("operator started identity=%s port=%d", self._settings.identity, self.port)
+        stopping = asyncio.create_task(self._stop.wait())
+        work = asyncio.create_task(self._run())
+        try:
+            await asyncio.wait({stopping, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            stopping.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await work
+            if self._stop.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.election.resign(), STOP_SECONDS)
+            await runner.cleanup()
+
+    async def _run(self) -> None:
+        await self._wait_for_definitions()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(), name="kopf")
+                await self._sweep_until_done()
+                self._synced.set()
+                self.waits_for = ""
+                tasks.create_task(self._elected(), name="election")
+                tasks.create_task(self._sweeps(), name="sweep")
+                tasks.create_task(self._canary(), name="canary")
+                tasks.create_task(self._lead(), name="lead")
+        except* OmniError as group:
+            raise group.exceptions[0] from None
+
+    async def _wait_for_definitions(self) -> None:
+        """Wait until the API server has our kinds: a chart may bring them later than us."""
+        told = ""
+        while True:
+            try:
+                found = await self._kube.get_path(f"/apis/{API_VERSION}")
+            except KubeError as error:
+                why = f"the API server: {error.problem}"
+            else:
+                known = {resource["name"] for resource in (found or {}).get("resources") or ()}
+                missing = sorted(kind.plural for kind in (MODELS, POOLS, PROCESSES) if kind.plural not in known)
+                if not missing:
+                    return
+                cure = "install them with the chart, or kubectl apply --server-side -f crds/"
+                why = f"the CRDs {', '.join(missing)}; {cure}"
+            self.waits_for = why
+            if why != told:
+                log.warning("waiting for=%s", why)
+                told = why
+            await asyncio.sleep(WAIT_SECONDS)
+
+    async def _elected(self) -> None:
+        await self.election.run()
+        raise OmniError(
+            "operator", "another one leads now, or this one cannot reach the API server", "it is started anew"
+        )
+
+    async def _lead(self) -> None:
+        """What only the leader does."""
+        await self.election.wait_elected()
+        # What the last leader wrote in its last moments may not have come through the watches yet.
+        await self._sweep_until_done()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.reconciler.queue.run(WORKERS))
+            tasks.create_task(self.reconciler.references.run())
+            tasks.create_task(self.reconciler.tick())
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Let kopf list and watch, for ever."""
+        settings = kopf.OperatorSettings()
+        settings.peering.standalone = True
+        settings.scanning.disabled = True
+        settings.posting.enabled = False
+        settings.posting.reporting_component = "omni-operator"
+        settings.watching.server_timeout = 290
+        settings.watching.client_timeout = 330
+        settings.watching.connect_timeout = 10
+        settings.networking.request_timeout = 30
+        settings.networking.enforce_retry_after = True
+        settings.queueing.worker_limit = None
+        settings.process.ultimate_exiting_timeout = 25
+        registry = kopf.OperatorRegistry()
+        for kind, labels in SELECTORS.items():
+            place = (kind.group, kind.version, kind.plural)
+            if labels:
+                settings.watching.label_selectors[place] = labels
+            kopf.on.event(*place, id=kind.plural, registry=registry)(self._handler(kind))
+        kopf.on.login(registry=registry)(self._login)
+        everywhere = not self._settings.namespaces
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            clusterwide=everywhere,
+            namespaces=() if everywhere else self._settings.namespaces,
+        )
+        self.stop()  # it took the signal: it ends by one, or by an error
+
+    async def _login(self, **_: Any) -> kopf.ConnectionInfo:
+        configuration = self._kube.configuration
+        token = await self._kube.token()
+        return kopf.ConnectionInfo(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert or None,
+            ca_data=configuration.ca_cert_data or None,
+            insecure=None if configuration.verify_ssl else True,
+            token=token or None,
+            certificate_path=configuration.cert_file or None,
+            private_key_path=configuration.key_file or None,
+            expiration=datetime.now(UTC) + timedelta(seconds=TOKEN_SECONDS) if token else None,
+        )
+
+    def _handler(self, kind: Kind) -> Callable[..., Any]:
+        async def handle(event: Mapping[str, Any], **_: Any) -> None:
+            item = event["object"]
+            self.hearing.heard(kind, version_of(item))
+            if event["type"] == "DELETED":
+                self._drop(kind, key_of(item), item["metadata"].get("uid", ""))
+            else:
+                self._put(kind, item)
+
+        return handle
+
+    def _put(self, kind: Kind, item: Mapping[str, Any]) -> None:
+        taken, before = self.cache.put(kind, item)
+        if taken:
+            self.reconciler.changed(kind, before, self.cache.items[kind][key_of(item)])
+
+    def _drop(self, kind: Kind, key: Key, uid: str = "") -> None:
+        known = self.cache.drop(kind, key, uid)
+        if known is not None:
+            self.reconciler.changed(kind, known, None)
+
+    # Sweeping
+
+    async def _sweep_until_done(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self.sweep()
+            except KubeError as error:
+                failures += 1
+                self.waits_for = f"the API server: {error.problem}"
+                log.warning("sweep failed failures=%d error=%s", failures, error)
+                await asyncio.sleep(min(30.0, 0.5 * 2 ** min(failures, 6)))
+            else:
+                return
+
+    async def _sweeps(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.sweep_seconds)
+            await self._sweep_until_done()
+
+    async def sweep(self) -> None:
+        """List everything: what the watches missed is put right, and everything has a round.
+
+        A deletion in a gap of a watch is told by nothing else.
+
+        Raises:
+            KubeError: a list could not be had.
+        """
+        await self._check_definitions()
+        for kind, labels in SELECTORS.items():
+            for namespace in self._settings.namespaces or ("",):
+                known = {key: version_of(item) for key, item in self.cache.items[kind].items()}
+                page = await self._kube.list(kind, namespace, labels=labels)
+                at = int(page.resource_version) if page.resource_version.isdigit() else 0
+                there = set()
+                for item in page.items:
+                    there.add(key_of(item))
+                    self.hearing.expect(kind, version_of(item))
+                    self._put(kind, item)
+                for key, version in known.items():
+                    same = self.cache.items[kind].get(key)
+                    if key in there or same is None or (namespace and key[0] != namespace):
+                        continue
+                    if version_of(same) == version and version <= at:
+                        log.info("missed deletion kind=%s namespace=%s name=%s", kind.plural, *key)
+                        self._drop(kind, key)
+        self.reconciler.all()
+
+    async def _check_definitions(self) -> None:
+        """See whether the CRDs are as new as we are."""
+        old = []
+        for kind in (MODELS, POOLS, PROCESSES):
+            name = f"{kind.plural}.{kind.group}"
+            try:
+                item = await self._kube.get(DEFINITIONS, name)
+            except KubeError as error:
+                if error.status == 403:  # then it is not to be known, and what is dropped shows in the answers
+                    return
+                raise
+            labels = (item or {}).get("metadata", {}).get("labels") or {}
+            found = labels.get(SCHEMA_LABEL, "0")
+            if not found.isdigit() or int(found) < SCHEMA_VERSION:
+                old.append(name)
+        message = f"the CRDs {', '.join(old)} are older than the operator; upgrade them with the chart"
+        self.reconciler.outdated = Refusal(Reason.OUTDATED_DEFINITIONS, message) if old else None
+        if old:
+            log.error("definitions outdated names=%s", ",".join(old))
+
+    async def _canary(self) -> None:
+        """Touch an object that the watches must bring back."""
+        if self._settings.namespaces and self._settings.namespace not in self._settings.namespaces:
+            return  # no watch looks there
+        metadata = {
+            "name": f"{self._settings.release}-operator-canary",
+            "namespace": self._settings.namespace,
+            "labels": CANARY_LABELS,
+        }
+        while True:
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+            body = {"metadata": metadata, "spec": {"holderIdentity": self._settings.identity, "renewTime": now}}
+            try:
+                answer = await self._kube.apply(LEASES, body, manager="omni-operator-canary")
+            except KubeError as error:
+                log.warning("canary not touched error=%s", error)
+            else:
+                self.hearing.expect(LEASES, version_of(answer))
+            await asyncio.sleep(CANARY_SECONDS)
+
+    # Probes
+
+    def _why_dead(self) -> str:
+        deaf = self.hearing.deaf()
+        return f"watches are dead: {', '.join(deaf)}" if deaf else ""
+
+    def _why_not_ready(self) -> str:
+        return "" if self._synced.is_set() else f"waits for {self.waits_for}"
+
+
+def end_process() -> None:
+    """End without another write: someone else leads by now."""
+    logging.shutdown()
+    os._exit(1)

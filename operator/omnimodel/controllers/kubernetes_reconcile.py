@@ -1,0 +1,465 @@
+"""The operator's rounds: news in, decisions made by the pure modules, differences written.
+
+A round is for one pool or one model. It reads the cache alone, decides, and writes what differs, one write after the
+other; killed between any two, the next one goes on from what it finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from omnimodel.api import OmniModel, OmniPool
+from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
+from omnimodel.controllers.kubernetes_children import AgentSettings, replicas_of
+from omnimodel.controllers.kubernetes_pods import PodView, index_of
+from omnimodel.controllers.kubernetes_queue import KeyedQueue
+from omnimodel.controllers.kubernetes_references import References
+from omnimodel.controllers.kubernetes_snapshot import (
+    Assigned,
+    ModelDecision,
+    ModelSnapshot,
+    ModelView,
+    PoolDecision,
+    PoolSnapshot,
+    assigned_of,
+    decide_model,
+    decide_pool,
+)
+from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of
+from omnimodel.controllers.status import Refusal, condition_list
+from omnimodel.errors import ManifestError
+from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, Recorder
+
+log = logging.getLogger(__name__)
+
+Round = tuple[str, str, str]  # "pool" or "model", namespace, name
+HURRY_SECONDS = 120.0  # pods that go are kept so long for models that are not served elsewhere yet
+TICK_SECONDS = 5.0
+BYTES_SECONDS = 10.0  # between two writes of a pool's status that differ in bytes alone
+
+
+class Reconciler:
+    """See the module.
+
+    Args:
+        kube: the connection.
+        cache: of everything that is watched.
+        writer: of everything that is written.
+        recorder: of events.
+        settings: of agents.
+        done: told of each round: its kind, seconds, and the error or None.
+        clock, wall: monotonic, and Unix time.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        cache: Cache,
+        writer: Writer,
+        recorder: Recorder,
+        settings: AgentSettings,
+        *,
+        done: Callable[[str, float, Exception | None], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._cache = cache
+        self._writer = writer
+        self._recorder = recorder
+        self._settings = settings
+        self._done = done
+        self._clock = clock
+        self._wall = wall
+        self.queue: KeyedQueue[Round] = KeyedQueue(self._round, done=self._finished, delay_of=delay_of)
+        self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
+        self.outdated: Refusal | None = None
+        self._beats: dict[Key, tuple[object, float]] = {}
+        self._away: dict[Key, float] = {}
+        self._states: dict[Key, object] = {}
+        self._assigned: dict[Key, tuple[Key, Assigned]] = {}  # model -> pool, and what its round said
+        self._live: dict[Key, frozenset[str]] = {}
+        self._faults: dict[Key, Refusal] = {}
+        self._shrinking: dict[Key, float] = {}
+        self._bytes_written: dict[Key, float] = {}
+
+    # News
+
+    def changed(self, kind: Kind, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
+        """An object of the cache is another one now; None for none."""
+        some = item if item is not None else before
+        if some is None:
+            return
+        key: Key = (some["metadata"].get("namespace", ""), some["metadata"]["name"])
+        if kind is MODELS:
+            self._model_changed(key, before, item)
+        elif kind is POOLS:
+            self._pool_changed(key, before, item)
+        elif kind is PROCESSES:
+            self.queue.add(("model", *key))
+        elif kind is LEASES:
+            self._heartbeat(key, item)
+        else:
+            pool = (some["metadata"].get("labels") or {}).get(POOL_LABEL, key[1] if kind is not PODS else "")
+            if pool:
+                self.queue.add(("pool", key[0], pool))
+
+    def _model_changed(self, key: Key, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
+        self.queue.add(("model", *key))
+        if _stamp(before) != _stamp(item):
+            for name in {_pool_name(before), _pool_name(item)} - {""}:
+                pool = self._cache.pool_key(key, name)
+                if pool is not None:
+                    self.queue.add(("pool", *pool))
+            for rival in self._cache.rivals(_names(before) | _names(item)) - {key}:
+                self.queue.add(("model", *rival))
+        elif _for_placement(before) != _for_placement(item):
+            pool = self._cache.pool_key(key, _pool_name(item))
+            if pool is not None:
+                self.queue.add(("pool", *pool))
+
+    def _pool_changed(self, key: Key, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
+        self.queue.add(("pool", *key))
+        if before is None or item is None or _stamp(before) != _stamp(item):
+            for model in self._cache.models_naming(key[1]):
+                self.queue.add(("model", *model))
+
+    def _heartbeat(self, key: Key, item: Mapping[str, Any] | None) -> None:
+        if item is None:
+            self._beats.pop(key, None)
+            return
+        renewed = (item.get("spec") or {}).get("renewTime")
+        known = self._beats.get(key)
+        if known is None or known[0] != renewed:
+            self._beats[key] = (renewed, self._clock())
+        if known is None:
+            pool = (item["metadata"].get("labels") or {}).get(POOL_LABEL, "")
+            if pool:
+                self.queue.add(("pool", key[0], pool))
+
+    def all(self) -> None:
+        """Have a round for everything there is."""
+        for key in list(self._cache.items[POOLS]):
+            self.queue.add(("pool", *key))
+        for key in {*self._cache.items[MODELS], *self._cache.items[PROCESSES]}:
+            self.queue.add(("model", *key))
+
+    async def tick(self) -> None:
+        """Notice what changes by time alone, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = self._clock()
+            for key in list(self._cache.items[POOLS]):
+                pool = self._cache.pool(key)
+                if not isinstance(pool, OmniPool):
+                    continue
+                pods = self._pods(key, pool)
+                state = tuple((pod.name, pod.serves(now), pod.lost(now), pod.gone(now)) for pod in pods)
+                hurry = now - self._shrinking.get(key, now) > HURRY_SECONDS
+                if self._states.get(key) != (state, hurry):
+                    self._states[key] = (state, hurry)
+                    self.queue.add(("pool", *key))
+
+    # Rounds
+
+    def _finished(self, key: Round, seconds: float, error: Exception | None) -> None:
+        self._done(key[0], seconds, None if isinstance(error, NotLeadingError | LaterError) else error)
+        if error is not None and not isinstance(error, NotLeadingError | LaterError):
+            log.warning("round failed kind=%s namespace=%s name=%s error=%s", *key, error)
+
+    async def _round(self, key: Round) -> None:
+        kind, *rest = key
+        if kind == "pool":
+            await self._pool((rest[0], rest[1]))
+        else:
+            await self._model((rest[0], rest[1]))
+
+    def _pods(self, key: Key, pool: OmniPool) -> list[PodView]:
+        """Pods there are, and those there will be, by number."""
+        found = self._cache.pods_of(key)
+        status = (self._cache.items[POOLS].get(key) or {}).get("status") or {}
+        entries = {entry["pod"]: entry for entry in status.get("pods") or ()}
+        now = self._clock()
+        names = {f"{key[1]}-{index}": index for index in range(replicas_of(pool))}
+        for name in found:
+            index = index_of(key[1], name)
+            if index >= 0:
+                names[name] = index
+        views = []
+        for name, index in sorted(names.items(), key=lambda pair: pair[1]):
+            beat = self._beats.get((key[0], name))
+            heard = beat[1] if beat else None
+            view = PodView(name, index, found.get(name), entries.get(name, {}), heard, None)
+            if view.serves(now):
+                self._away.pop((key[0], name), None)
+                views.append(view)
+            else:
+                since = self._away.setdefault((key[0], name), now)
+                views.append(PodView(name, index, view.item, view.entry, heard, since))
+        return views
+
+    async def _pool(self, key: Key) -> None:
+        pool = self._cache.pool(key)
+        if pool is None:
+            self._pool_gone(key)
+            return
+        if isinstance(pool, ManifestError):
+            await self._refused(POOLS, key, pool)
+            return
+        decision, snapshot = self._decide_pool(key, pool)
+        fault: Refusal | None = self.outdated
+        written = False
+        if fault is None:
+            try:
+                for child in decision.children:
+                    written |= await self._writer.child(child, pool.metadata.uid)
+            except FaultError as error:
+                fault = error.refusal
+        if fault != self._faults.get(key):
+            self._faults.pop(key, None)
+            if fault is not None:
+                self._faults[key] = fault
+            decision, snapshot = self._decide_pool(key, pool)
+        self._adopt(key, decision, snapshot)
+        await self._pool_status(key, decision, snapshot)
+        for entry in list(((self._cache.get(POOLS, key) or {}).get("status") or {}).get("pods") or ()):
+            if self._entry_is_dead(entry["pod"], snapshot.pods):
+                await self._writer.clear_entry(POOLS, key, "pods", entry["pod"])
+        await self._tell_pool(key, pool, decision, written)
+
+    def _decide_pool(self, key: Key, pool: OmniPool) -> tuple[PoolDecision, PoolSnapshot]:
+        item = self._cache.items[POOLS][key]
+        live = self._cache.get(STATEFUL_SETS, key)
+        replicas = None if live is None else int((live.get("spec") or {}).get("replicas", 0))
+        now = self._clock()
+        if replicas is not None and replicas > replicas_of(pool):
+            self._shrinking.setdefault(key, now)
+        else:
+            self._shrinking.pop(key, None)
+        snapshot = PoolSnapshot(
+            pool=pool,
+            status=item.get("status") or {},
+            models=[view for model in self._cache.models_of(key) if (view := self._view(model)) is not None],
+            pods=self._pods(key, pool),
+            live_replicas=replicas,
+            hurry=now - self._shrinking.get(key, now) > HURRY_SECONDS,
+            fault=self._faults.get(key),
+            now_seconds=now,
+            unix_seconds=self._wall(),
+        )
+        return decide_pool(snapshot, self._settings), snapshot
+
+    def _view(self, key: Key) -> ModelView | None:
+        model = self._cache.model(key)
+        if not isinstance(model, OmniModel):
+            return None
+        status = self._cache.items[MODELS][key].get("status") or {}
+        return ModelView(model, status, self._cache.process(key))
+
+    def _adopt(self, key: Key, decision: PoolDecision, snapshot: PoolSnapshot) -> None:
+        """Have a round for each model that the pool says something else of than before."""
+        live = frozenset(pod.name for pod in snapshot.pods if pod.serves(snapshot.now_seconds))
+        all_again = self._live.get(key) != live
+        self._live[key] = live
+        for view in snapshot.models:
+            model: Key = (view.model.metadata.namespace, view.model.metadata.name)
+            said = (key, assigned_of(decision, view.model.key))
+            before = self._assigned.get(model)
+            self._assigned[model] = said
+            if all_again or before is None or _essence(before) != _essence(said):
+                self.queue.add(("model", *model))
+
+    async def _pool_status(self, key: Key, decision: PoolDecision, snapshot: PoolSnapshot) -> None:
+        now = self._clock()
+        before = snapshot.status
+        loud = [name for name in decision.status if not name.endswith("Bytes") and name != "overcommitRatio"]
+        quiet = all(before.get(name) == decision.status[name] for name in loud)
+        left_seconds = self._bytes_written.get(key, -BYTES_SECONDS) + BYTES_SECONDS - now
+        if quiet and left_seconds > 0:
+            self.queue.add(("pool", *key), left_seconds)
+        elif await self._writer.status(POOLS, key, decision.status):
+            self._bytes_written[key] = now
+
+    def _pool_gone(self, key: Key) -> None:
+        for memory in (self._live, self._faults, self._shrinking, self._states, self._bytes_written):
+            memory.pop(key, None)
+        for model in [model for model, (pool, _) in self._assigned.items() if pool == key]:
+            del self._assigned[model]
+            self.queue.add(("model", *model))
+
+    async def _refused(self, kind: Kind, key: Key, error: ManifestError) -> None:
+        """An object that the API server took and we cannot: the last good state stays."""
+        item = self._cache.items[kind][key]
+        generation = item["metadata"].get("generation", 0)
+        message = f"{error.field}: {error.problem}" if error.field else error.problem
+        text = f"{message}; {error.cure}" if error.cure else message
+        conditions = [("Ready", "False", str(error.reason), text), ("Reconciling", "False", "Idle", "")]
+        conditions.append(("Stalled", "True", str(error.reason), text))
+        before = item.get("status") or {}
+        kept = {
+            name: before[name]
+            for name in ("footprint", "servedNames", "replicas", "readyReplicas", "selector")
+            if name in before
+        }
+        status = {
+            **kept,
+            "observedGeneration": generation,
+            "conditions": condition_list(conditions, before.get("conditions") or (), generation, self._wall()),
+        }
+        if await self._writer.status(kind, key, status):
+            await self._recorder.tell(item, str(error.reason), text, warning=True)
+
+    async def _model(self, key: Key) -> None:
+        model = self._cache.model(key)
+        if model is None:
+            self._assigned.pop(key, None)
+            self.references.forget(key)
+            await self._writer.delete_process(key)
+            return
+        if isinstance(model, ManifestError):
+            await self._refused(MODELS, key, model)
+            return
+        pool_key = self._cache.pool_key(key, model.spec.pool)
+        pool = self._cache.pool(pool_key) if pool_key is not None else None
+        said = self._assigned.get(key)
+        if pool_key is not None and (said is None or said[0] != pool_key):
+            if isinstance(pool, OmniPool):
+                self.queue.add(("pool", *pool_key))  # whose round will come back to this model
+                return
+            said = (pool_key, Assigned(waiting=Refusal("InvalidManifest", f"pool {pool_key[1]} is not valid")))
+        assigned = said[1] if said is not None and pool_key is not None else Assigned()
+        config = await self.references.config(model)
+        decision = self._decide_model(key, model, pool_key, assigned, config)
+        fault: Refusal | None = None
+        before = self._cache.process(key)
+        try:
+            if decision.process is not None and assigned.pods:
+                if await self._writer.process(decision.process):
+                    await self._tell_assigned(key, assigned, before)
+            elif not decision.keep and not (pool_key is not None and not isinstance(pool, OmniPool)):
+                await self._writer.delete_process(key)
+        except FaultError as error:
+            fault = error.refusal
+            decision = self._decide_model(key, model, pool_key, assigned, config, fault)
+        if await self._writer.status(MODELS, key, decision.status) and decision.refusal is not None:
+            item = self._cache.items[MODELS].get(key)
+            if item is not None:
+                await self._recorder.tell(item, decision.refusal.reason, decision.refusal.message, warning=True)
+        await self._clear_dead(key, pool_key, pool)
+
+    def _decide_model(
+        self,
+        key: Key,
+        model: OmniModel,
+        pool_key: Key | None,
+        assigned: Assigned,
+        config: Mapping[str, Mapping[str, Mapping[str, bytes]]],
+        fault: Refusal | None = None,
+    ) -> ModelDecision:
+        pool = self._cache.pool(pool_key) if pool_key is not None else None
+        names, lost = self._cache.granted(key)
+        return decide_model(
+            ModelSnapshot(
+                model=model,
+                status=self._cache.items[MODELS][key].get("status") or {},
+                process=self._cache.process(key),
+                pool=pool if isinstance(pool, OmniPool) else None,
+                pools=[name for _, name in self._cache.items[POOLS]],
+                assigned=assigned,
+                names=names,
+                lost=lost,
+                config=config,
+                live=self._live.get(pool_key, frozenset()) if pool_key is not None else frozenset(),
+                fault=fault or self.outdated,
+                taken=self._user_ids(pool_key, key),
+                unix_seconds=self._wall(),
+            )
+        )
+
+    def _user_ids(self, pool: Key | None, but: Key) -> Collection[int]:
+        """User ids of the other models of a pool: no two on one machine may have the same."""
+        if pool is None:
+            return ()
+        processes = (self._cache.process(model) for model in self._cache.models_of(pool) if model != but)
+        return {process["spec"]["identity"]["uid"] for process in processes if process is not None}
+
+    def _entry_is_dead(self, pod: str, pods: Sequence[PodView]) -> bool:
+        view = next((view for view in pods if view.name == pod), None)
+        if view is not None:
+            return view.gone(self._clock())
+        # A pod of another pool, that the model was in before, still answers for itself.
+        return not any(name == pod for _, name in self._cache.items[PODS])
+
+    async def _clear_dead(self, key: Key, pool_key: Key | None, pool: object) -> None:
+        entries = ((self._cache.get(MODELS, key) or {}).get("status") or {}).get("residency") or ()
+        if not entries:
+            return
+        pods = self._pods(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
+        for entry in list(entries):
+            if self._entry_is_dead(entry["pod"], pods):
+                await self._writer.clear_entry(MODELS, key, "residency", entry["pod"])
+
+    # Events
+
+    async def _tell_assigned(self, key: Key, assigned: Assigned, before: Mapping[str, Any] | None) -> None:
+        item = self._cache.items[MODELS].get(key)
+        had = set(((before or {}).get("spec") or {}).get("pods") or ())
+        fresh = [pod for pod in assigned.pods if pod not in had]
+        if item is None or not fresh:
+            return
+        why = "; ".join((assigned.why or {}).get(pod, "") for pod in fresh)
+        await self._recorder.tell(item, "Assigned", f"assigned to {', '.join(fresh)}: {why}")
+
+    async def _tell_pool(self, key: Key, pool: OmniPool, decision: PoolDecision, written: bool) -> None:
+        item = self._cache.items[POOLS].get(key)
+        if item is None:
+            return
+        if written:
+            message = f"its pods are described anew (generation {pool.metadata.generation})"
+            await self._recorder.tell(item, "Applied", message)
+        for condition in decision.status["conditions"]:
+            if condition["type"] == "Stalled" and condition["status"] == "True":
+                await self._recorder.tell(item, condition["reason"], condition["message"], warning=True)
+        for move in decision.placement.moves:
+            model = self._cache.items[MODELS].get(_key_of(move.model))
+            if model is not None:
+                await self._recorder.tell(model, "Moving", move.message)
+
+
+def _key_of(text: str) -> Key:
+    namespace, _, name = text.partition("/")
+    return namespace, name
+
+
+def _stamp(item: Mapping[str, Any] | None) -> object:
+    if item is None:
+        return None
+    metadata = item["metadata"]
+    return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp")
+
+
+def _pool_name(item: Mapping[str, Any] | None) -> str:
+    return str(((item or {}).get("spec") or {}).get("pool", "default")) if item is not None else ""
+
+
+def _names(item: Mapping[str, Any] | None) -> set[str]:
+    if item is None:
+        return set()
+    extra = (item.get("spec") or {}).get("servedNames") or ()
+    return {item["metadata"]["name"], *(n if isinstance(n, str) else str(n.get("name")) for n in extra)}
+
+
+def _for_placement(item: Mapping[str, Any] | None) -> object:
+    """What placement reads of a model's status."""
+    status = (item or {}).get("status") or {}
+    entries = status.get("residency") or ()
+    return sorted((entry["pod"], bool(entry.get("ready"))) for entry in entries), status.get("footprint")
+
+
+def _essence(said: tuple[Key, Assigned]) -> object:
+    """What a model's round reads of it: why a pod was chosen is told once, and then it was there already."""
+    pool, assigned = said
+    return pool, assigned.pods, assigned.refusal, assigned.notes, assigned.waiting

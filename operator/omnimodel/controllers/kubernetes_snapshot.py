@@ -1,0 +1,366 @@
+"""One round of the operator as a decision: what there is -> what there should be. Pure.
+
+A pool's round places its models and describes its children; a model's round renders its process and its status. Both
+can be run again at any time, after any crash, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
+from omnimodel.controllers.decisions import demand_of, rendered
+from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_children, replicas_of, selector_of
+from omnimodel.controllers.kubernetes_pods import PodView, problems_of, supply_of
+from omnimodel.controllers.status import (
+    Refusal,
+    condition_list,
+    entry_report,
+    model_status,
+    pool_report,
+    pool_status,
+    spokesman,
+)
+from omnimodel.errors import Reason
+from omnimodel.placement.assignment import Finding, PoolSupply
+from omnimodel.placement.pods import Placement, PodDemand, place
+from omnimodel.render import Config
+
+# Refusals after which a process that serves an older generation is left alone. After the others its bytes are needed
+# by someone else, or nobody wants it.
+_KEEPS_OLD = frozenset(
+    {
+        Reason.TOO_LARGE,
+        Reason.SOURCE_NOT_FOUND,
+        Reason.INVALID_MANIFEST,
+        Reason.NAME_TAKEN,
+        Reason.OUTDATED_DEFINITIONS,
+        Reason.NOT_ALLOWED,
+    }
+)
+
+Status = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model as a pool sees it.
+
+    Args:
+        model: as it was written.
+        status: its status.
+        process: its OmniProcess; None when it has none.
+    """
+
+    model: OmniModel
+    status: Mapping[str, Any]
+    process: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """Everything that a pool's round decides from.
+
+    Args:
+        pool: as it was written.
+        status: its status.
+        models: that mean this pool.
+        pods: that there are, and those that there will be.
+        live_replicas: of the StatefulSet; None when there is none.
+        hurry: pods that go are not waited for any longer.
+        fault: why the children cannot be made; None when they can.
+        now_seconds, unix_seconds: the monotonic clock, and the time of day.
+    """
+
+    pool: OmniPool
+    status: Mapping[str, Any]
+    models: Sequence[ModelView]
+    pods: Sequence[PodView]
+    live_replicas: int | None
+    hurry: bool
+    fault: Refusal | None
+    now_seconds: float
+    unix_seconds: float
+
+
+@dataclass(frozen=True)
+class PoolDecision:
+    """What a pool should have.
+
+    Args:
+        children: in the order in which they are made.
+        placement: of its models.
+        status: without the entries of pods, which are the agents'.
+        waiting: what models without a report wait for; None when nothing is known to be wrong.
+    """
+
+    children: tuple[Child, ...]
+    placement: Placement
+    status: Status
+    waiting: Refusal | None
+
+
+def decide_pool(snapshot: PoolSnapshot, settings: AgentSettings) -> PoolDecision:
+    """What a pool should have, where its models go, and what to say of it."""
+    pool, now = snapshot.pool, snapshot.now_seconds
+    replicas = replicas_of(pool)
+    supplies = [supply_of(pod, replicas, now) for pod in snapshot.pods]
+    serving = {pod.name for pod in snapshot.pods if pod.serves(now)}
+    limit = pool.spec.overcommit.limit if pool.spec.overcommit else 0.0
+    supply = PoolSupply(pool.metadata.name, 0, limit, tuple(pod.name for pod in supplies))
+    placement = place([_demand(view, serving) for view in snapshot.models], supply, supplies)
+    needed = {name for pods in placement.pods.values() for name in pods}
+    keep = replicas
+    if not snapshot.hurry:
+        last = max((pod.index for pod in snapshot.pods if pod.name in needed), default=-1) + 1
+        keep = max(replicas, min(last, snapshot.live_replicas or 0))
+    problem = problems_of([pod for pod in snapshot.pods if pod.index < replicas], now)
+    return PoolDecision(
+        children=build_children(pool, settings, keep),
+        placement=placement,
+        status=_pool_status(snapshot, placement, replicas, serving, problem),
+        waiting=_waiting(pool, serving, problem, snapshot.fault),
+    )
+
+
+def _demand(view: ModelView, serving: Collection[str]) -> PodDemand:
+    model, process = view.model, view.process
+    spec: Mapping[str, Any] = (process or {}).get("spec") or {}
+    same = spec.get("pool") == model.spec.pool and (spec.get("model") or {}).get("uid") == model.metadata.uid
+    entries = view.status.get("residency") or ()
+    footprint: Mapping[str, int] = view.status.get("footprint") or {}
+    working = int(footprint.get("workingBytes", 0))  # weights alone are known before, and are not the whole
+    measured = int(footprint.get("weightsBytes", 0)) + working if working else 0
+    replicas = model.spec.replicas.min if model.spec.replicas else None
+    return PodDemand(
+        model=demand_of(model, measured),
+        replicas=1 if replicas is None else max(1, replicas),
+        current=tuple(spec.get("pods") or ()) if same else (),
+        serving=frozenset(e["pod"] for e in entries if e.get("ready") and e["pod"] in serving),
+        image=str(spec.get("publishHash", "")) if same else "",
+    )
+
+
+def _waiting(
+    pool: OmniPool, serving: Collection[str], problem: tuple[Refusal, bool] | None, fault: Refusal | None
+) -> Refusal | None:
+    if serving:
+        return None
+    if fault is not None:
+        return Refusal(fault.reason, f"pool {pool.metadata.name}: {fault.message}")
+    if problem is not None:
+        return Refusal(problem[0].reason, f"pool {pool.metadata.name} does not serve: {problem[0].message}")
+    return Refusal("Pending", f"it waits for a pod of pool {pool.metadata.name} to serve")
+
+
+def _pool_status(
+    snapshot: PoolSnapshot,
+    placement: Placement,
+    replicas: int,
+    serving: Collection[str],
+    problem: tuple[Refusal, bool] | None,
+) -> Status:
+    pool = snapshot.pool
+    wanted = [pod for pod in snapshot.pods if pod.index < replicas]
+    ready = sum(pod.name in serving and bool(pod.entry.get("ready", True)) for pod in wanted)
+    entries = [pod.entry for pod in snapshot.pods if pod.entry and not pod.gone(snapshot.now_seconds)]
+    report = pool_report(pool.metadata.name, entries)
+    status = pool_status(
+        generation=pool.metadata.generation,
+        report=report,
+        models=len(placement.pods),
+        refusal=snapshot.fault,
+        before=snapshot.status,
+        now_seconds=snapshot.unix_seconds,
+        replicas=len([pod for pod in snapshot.pods if pod.item is not None]),
+        ready_replicas=ready,
+        devices=pool.spec.device.count * replicas,
+    )
+    if snapshot.fault is None:
+        reason, message, abnormal = _pool_verdict(pool, replicas, ready, problem)
+        conditions = [
+            ("Ready", "False" if abnormal else "True", reason, message),
+            *(
+                (kind, "True", reason, message) if kind == abnormal else (kind, "False", "Idle", "")
+                for kind in ("Reconciling", "Stalled")
+            ),
+        ]
+        before = snapshot.status.get("conditions") or ()
+        status["conditions"] = condition_list(conditions, before, pool.metadata.generation, snapshot.unix_seconds)
+    status["replicas"] = len([pod for pod in snapshot.pods if pod.item is not None])
+    status["readyReplicas"] = ready
+    status["selector"] = ",".join(f"{key}={value}" for key, value in sorted(selector_of(pool).items()))
+    return status
+
+
+def _pool_verdict(
+    pool: OmniPool, replicas: int, ready: int, problem: tuple[Refusal, bool] | None
+) -> tuple[str, str, str]:
+    """Reason, message, and the abnormal condition that is true; empty when none is."""
+    if replicas == 0:
+        return "ScaledToZero", "it is asked for no pods (spec.replicas: 0)", ""
+    if ready >= replicas:
+        return "Serving", f"{ready} of {replicas} pods serve", ""
+    if problem is not None:
+        refusal, stalled = problem
+        return refusal.reason, refusal.message, "Stalled" if stalled else "Reconciling"
+    return "Starting", f"{ready} of {replicas} pods of pool {pool.metadata.name} serve", "Reconciling"
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What a pool's round said about a model."""
+
+    pods: tuple[str, ...] = ()
+    why: Mapping[str, str] | None = None
+    refusal: Finding | None = None
+    notes: tuple[Finding, ...] = ()
+    waiting: Refusal | None = None
+
+
+def assigned_of(decision: PoolDecision, key: str) -> Assigned:
+    """The part of a pool's decision that concerns a model."""
+    placement = decision.placement
+    return Assigned(
+        pods=placement.pods.get(key, ()),
+        why=placement.why.get(key),
+        refusal=next((finding for finding in placement.refused if finding.model == key), None),
+        notes=tuple(finding for finding in placement.warnings if finding.model == key),
+        waiting=decision.waiting,
+    )
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """Everything that a model's round decides from.
+
+    Args:
+        model: as it was written.
+        status: its status.
+        process: its OmniProcess; None when it has none.
+        pool: that it means; None when there is none.
+        pools: names of the pools that there are, for the message.
+        assigned: by the pool.
+        names, lost: served names that it may have, and what to say of the others.
+        config: what it refers to.
+        live: pods that serve.
+        fault: why no process can be written at all; None when it can.
+        taken: user ids of other models of the pool.
+        unix_seconds: the time of day.
+    """
+
+    model: OmniModel
+    status: Mapping[str, Any]
+    process: Mapping[str, Any] | None
+    pool: OmniPool | None
+    pools: Sequence[str]
+    assigned: Assigned
+    names: tuple[str, ...]
+    lost: tuple[Finding, ...]
+    config: Config
+    live: Collection[str]
+    fault: Refusal | None
+    taken: Collection[int]
+    unix_seconds: float
+
+
+@dataclass(frozen=True)
+class ModelDecision:
+    """What a model should have.
+
+    Args:
+        process: the OmniProcess; None for none.
+        keep: leave the OmniProcess that there is as it is, though it is of an older generation.
+        status: without residency, which is the agents'.
+        refusal: why it has no process of this generation.
+    """
+
+    process: dict[str, Any] | None
+    keep: bool
+    status: Status
+    refusal: Refusal | None
+
+
+def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
+    """The process and the status of a model."""
+    model, assigned = snapshot.model, snapshot.assigned
+    notes = [(str(finding.reason), finding.message) for finding in (*assigned.notes, *snapshot.lost)]
+    refusal = _refusal(snapshot)
+    process: OmniProcess | None = None
+    if refusal is None and not model.spec.suspend:
+        assert snapshot.pool is not None
+        found = rendered(model, snapshot.pool, snapshot.config, snapshot.names, notes, snapshot.taken)
+        if isinstance(found, Refusal):
+            refusal = found
+        else:
+            process = found
+    uid = ((snapshot.process or {}).get("spec") or {}).get("model", {}).get("uid")
+    keep = refusal is not None and refusal.reason in _KEEPS_OLD and uid == model.metadata.uid
+    if keep and refusal is not None:
+        refusal = replace(refusal, serves_on=True)
+    reports = [
+        entry_report(model.metadata.namespace, model.metadata.name, entry)
+        for entry in snapshot.status.get("residency") or ()
+        if entry["pod"] in snapshot.live and (entry["pod"] in assigned.pods or keep)
+    ]
+    status = model_status(
+        generation=model.metadata.generation,
+        pod="",
+        report=spokesman(reports, model.metadata.generation),
+        refusal=refusal,
+        suspended=model.spec.suspend,
+        before=snapshot.status,
+        now_seconds=snapshot.unix_seconds,
+        notes=notes,
+        served_names=snapshot.names,
+        pending=assigned.waiting or _unheard(snapshot),
+    )
+    del status["residency"]
+    status.pop("footprint", None)
+    weights = max((report.weights_bytes for report in reports), default=0)
+    working = max((report.working_bytes for report in reports), default=0)
+    if weights or working:
+        status["footprint"] = {"weightsBytes": weights, "workingBytes": working}
+    elif snapshot.status.get("footprint"):  # measured before; still the best guess
+        status["footprint"] = dict(snapshot.status["footprint"])
+    body = None if process is None else process_body(process, snapshot.pool, assigned.pods)
+    return ModelDecision(body, keep, status, refusal)
+
+
+def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
+    model = snapshot.model
+    if model.spec.suspend:
+        return None  # said by its own condition
+    if snapshot.fault is not None:
+        return snapshot.fault
+    if snapshot.pool is None:
+        known = ", ".join(sorted(set(snapshot.pools))) or "none"
+        message = f"asks for pool {model.spec.pool}, which does not exist; pools: {known}"
+        return Refusal(Reason.POOL_NOT_FOUND, message)
+    if model.spec.resources.devices > snapshot.pool.spec.device.count:
+        message = (
+            f"asks for {model.spec.resources.devices} devices, but pods of pool {snapshot.pool.metadata.name} have"
+            f" {snapshot.pool.spec.device.count}"
+        )
+        return Refusal(Reason.TOO_LARGE, message)
+    finding = snapshot.assigned.refusal
+    return None if finding is None else Refusal(finding.reason, finding.message)
+
+
+def _unheard(snapshot: ModelSnapshot) -> Refusal | None:
+    """Why an assigned model has no report that counts, although other pods of the pool serve."""
+    pods = snapshot.assigned.pods
+    if pods and not set(pods) & set(snapshot.live):
+        return Refusal(Reason.AGENT_SILENT, f"{', '.join(pods)} does not serve at the moment")
+    return None
+
+
+def process_body(process: OmniProcess, pool: OmniPool | None, pods: Sequence[str]) -> dict[str, Any]:
+    """An OmniProcess as it is applied."""
+    assert pool is not None
+    document = process.to_dict()
+    metadata = {key: value for key, value in document["metadata"].items() if key != "generation"}
+    metadata["labels"] = {**metadata["labels"], f"{GROUP}/pool-namespace": pool.metadata.namespace}
+    return {"metadata": metadata, "spec": {**document["spec"], "pods": list(pods)}}

@@ -1,0 +1,240 @@
+"""The operator's writes: by the leader only, only what differs, and nothing that belongs to someone else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omnimodel.controllers.kubernetes_cache import Cache, Key, version_of
+from omnimodel.controllers.kubernetes_children import Child, differences, owned_by
+from omnimodel.controllers.kubernetes_health import Hearing
+from omnimodel.controllers.status import Refusal
+from omnimodel.errors import Reason
+from omnimodel.kube import POOLS, PROCESSES, Kind, Kube, KubeError
+
+log = logging.getLogger(__name__)
+
+MANAGER = "omni-operator"
+CONDITIONS = frozenset({"Ready", "Reconciling", "Stalled", "NameConflict"})
+RETRY_SECONDS = 2.0
+
+
+class NotLeadingError(Exception):
+    """Someone else leads, or will: nothing may be written."""
+
+
+class LaterError(Exception):
+    """Something has to go first; to be tried again soon."""
+
+
+class FaultError(Exception):
+    """It cannot be done until a person does something; `refusal` says what."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Writer:
+    """See the module.
+
+    Args:
+        kube: the connection.
+        cache: gets the answer to each write.
+        hearing: is told that the watch has to bring it.
+        leads: whether this one may write.
+    """
+
+    def __init__(self, kube: Kube, cache: Cache, hearing: Hearing, leads: Callable[[], bool]) -> None:
+        self._kube = kube
+        self._cache = cache
+        self._hearing = hearing
+        self._leads = leads
+        self._tolerated: dict[tuple[Kind, Key], tuple[str, ...]] = {}
+
+    def _guard(self) -> None:
+        if not self._leads():
+            raise NotLeadingError
+
+    def _took(self, kind: Kind, answer: dict[str, Any]) -> None:
+        self._cache.put(kind, answer)
+        self._hearing.expect(kind, version_of(answer))
+
+    async def child(self, child: Child, owner_uid: str) -> bool:
+        """Make a child of a pool what it should be; whether something had to be written.
+
+        Raises:
+            LaterError: its predecessor has not gone yet.
+            FaultError: an object of someone else has its name, or it may not be written.
+        """
+        kind, body = child.kind, child.body
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        live = self._cache.get(kind, key) or await self._kube.get(kind, key[1], key[0])
+        if live is not None:
+            if live["metadata"].get("deletionTimestamp"):
+                raise LaterError(f"{kind.name} {key[1]} is being deleted")
+            if not owned_by(live, owner_uid):
+                if _of_a_pool(live):
+                    raise LaterError(f"{kind.name} {key[1]} belongs to a pool that is gone, and goes with it")
+                message = f"a {kind.name} named {key[1]} is there already and belongs to someone else; it is left alone"
+                raise FaultError(Refusal(Reason.NAME_OCCUPIED, message))
+            wrong = tuple(differences(body, live))
+            if not wrong or wrong == self._tolerated.get((kind, key)):
+                return False
+            log.info("child differs kind=%s namespace=%s name=%s at=%s", kind.name, *key, ",".join(wrong)[:200])
+        self._guard()
+        try:
+            answer = await self._kube.apply(kind, body, manager=MANAGER)
+        except KubeError as error:
+            raise _fault_of(error) or error from error
+        # What the API server changes in what it was given would be applied for ever.
+        left = tuple(differences(body, answer))
+        if left:
+            log.warning("child not as applied kind=%s namespace=%s name=%s at=%s", kind.name, *key, ",".join(left))
+            self._tolerated[kind, key] = left
+        else:
+            self._tolerated.pop((kind, key), None)
+        self._took(kind, answer)
+        return True
+
+    async def process(self, body: Mapping[str, Any]) -> bool:
+        """Make a model's OmniProcess what it should be; whether something had to be written.
+
+        Raises:
+            LaterError: its predecessor has not gone yet.
+            FaultError: the CRD drops fields, or it may not be written.
+        """
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        live = self._cache.items[PROCESSES].get(key)
+        if live is not None:
+            if live["metadata"].get("deletionTimestamp"):
+                raise LaterError(f"OmniProcess {key[1]} is being deleted")
+            if _process_is(body, live):
+                return False
+        self._guard()
+        try:
+            answer = await self._kube.apply(PROCESSES, body, manager=MANAGER)
+            excess = correction(body["spec"], answer["spec"])
+            if excess:  # fields of a foreign hand are no one's to keep in an object of the system
+                log.info("process corrected namespace=%s name=%s fields=%s", *key, ",".join(sorted(excess)))
+                self._guard()
+                answer = await self._kube.merge(PROCESSES, key[1], key[0], {"spec": excess})
+        except KubeError as error:
+            raise _fault_of(error) or error from error
+        self._took(PROCESSES, answer)
+        lost = [name for name, value in body["spec"].items() if value is not None and name not in answer["spec"]]
+        if lost:
+            message = f"the CRD omniprocesses.omnimodel.io drops {', '.join(lost)}: it is older than the operator"
+            raise FaultError(Refusal(Reason.OUTDATED_DEFINITIONS, f"{message}; upgrade the CRDs"))
+        return True
+
+    async def delete_process(self, key: Key) -> None:
+        """Delete the OmniProcess that is known, and no successor of it."""
+        live = self._cache.process(key)
+        if live is None:
+            return
+        self._guard()
+        uid = live["metadata"].get("uid", "")
+        await self._kube.delete(PROCESSES, key[1], key[0], uid=uid)
+        self._cache.drop(PROCESSES, key, uid)
+        log.info("process deleted namespace=%s name=%s", *key)
+
+    async def status(self, kind: Kind, key: Key, status: Mapping[str, Any]) -> bool:
+        """Say of an object what there is to say; whether something had to be written."""
+        live = self._cache.get(kind, key)
+        if live is None or not status_differs(status, live.get("status") or {}):
+            return False
+        self._guard()
+        try:
+            answer = await self._kube.patch_status(kind, key[1], key[0], status, manager=MANAGER)
+        except KubeError as error:
+            if error.missing:  # deleted this moment
+                return False
+            raise
+        self._took(kind, answer)
+        return True
+
+    async def clear_entry(self, kind: Kind, key: Key, field: str, pod: str) -> None:
+        """Take back what the agent of a pod that is gone said of an object, in that agent's place."""
+        self._guard()
+        try:
+            answer = await self._kube.patch_status(kind, key[1], key[0], {}, manager=f"omni-agent.{pod}")
+            entries = (answer.get("status") or {}).get(field) or []
+            index = next((index for index, entry in enumerate(entries) if entry.get("pod") == pod), None)
+            if index is not None:  # a foreign hand wrote it
+                self._guard()
+                path = f"/status/{field}"
+                await self._kube.remove_item(kind, key[1], key[0], path, index, ("pod", pod), "status")
+                answer = await self._kube.get(kind, key[1], key[0]) or answer
+        except KubeError as error:
+            if error.missing:
+                return
+            raise
+        self._took(kind, answer)
+        log.info("entry cleared kind=%s namespace=%s name=%s pod=%s", kind.name, *key, pod)
+
+
+def _of_a_pool(item: Mapping[str, Any]) -> bool:
+    owners = item["metadata"].get("ownerReferences") or ()
+    return any(owner.get("kind") == POOLS.name and owner.get("apiVersion") == POOLS.api_version for owner in owners)
+
+
+def _fault_of(error: KubeError) -> FaultError | None:
+    if error.status == 403:
+        return FaultError(
+            Refusal(Reason.NOT_ALLOWED, f"{error.problem}; upgrade the chart, or add the namespace to it")
+        )
+    if error.invalid:
+        return FaultError(Refusal(Reason.INVALID_MANIFEST, error.problem))
+    return None
+
+
+def _process_is(body: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    head = {"labels": body["metadata"]["labels"], "ownerReferences": body["metadata"].get("ownerReferences", [])}
+    return not differences(head, live["metadata"]) and without_null(body["spec"]) == without_null(live.get("spec"))
+
+
+def without_null(value: Any) -> Any:
+    """A JSON value without the keys that are null: to be null and to be missing are the same to the API server."""
+    if isinstance(value, Mapping):
+        return {key: without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_null(item) for item in value]
+    return value
+
+
+def correction(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A merge patch that takes out of `found` what `wanted` does not have."""
+    patch: dict[str, Any] = {}
+    for key, value in found.items():
+        mine = wanted.get(key)
+        if mine is None:
+            if value is not None:
+                patch[key] = None
+        elif isinstance(mine, Mapping) and isinstance(value, Mapping):
+            inner = correction(mine, value)
+            if inner:
+                patch[key] = inner
+        elif without_null(mine) != without_null(value):
+            patch[key] = mine
+    return patch
+
+
+def status_differs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether a status lacks what the operator says; what others say in it does not count."""
+    conditions = {condition["type"]: condition for condition in found.get("conditions") or ()}
+    mine = {condition["type"]: condition for condition in wanted.get("conditions") or ()}
+    if any(conditions.get(kind) != condition for kind, condition in mine.items()):
+        return True
+    if (conditions.keys() & CONDITIONS) - mine.keys():
+        return True
+    rest = {key: value for key, value in wanted.items() if key != "conditions"}
+    return any(found.get(key) != value for key, value in rest.items())
+
+
+def delay_of(error: Exception) -> float:
+    """Seconds that an error asks to wait before it is tried again; 0 to leave it to the queue."""
+    if isinstance(error, LaterError):
+        return RETRY_SECONDS
+    return error.retry_after_seconds if isinstance(error, KubeError) else 0.0
