@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.sources import Sources
-from omnimodel.errors import SourceError
+from omnimodel.errors import ImageError, SourceError
 from omnimodel.memory.disk import write_atomically
-from omnimodel.memory.store import Store
+from omnimodel.memory.store import Store, verify
 from omnimodel.protocol.process import Publish
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class Preparation:
         self._sources = Sources(layout.sources)
         self._environments = Environments(layout.environments)
         self._publishing = asyncio.Lock()
+        self._verified: set[str] = set()  # digests of images whose every byte was read since this agent began
         self._numbers = itertools.count(1)
 
     async def prepare(self, subject: str, spec: dict[str, Any], report: Report) -> Prepared:
@@ -135,7 +136,7 @@ class Preparation:
                 source = await self._fetch(subject, spec, report)
         else:
             dtype = resolve_dtype(spec["dtype"])
-            image = await asyncio.to_thread(self.store.lookup, image_key(spec, dtype))
+            image = await self._stored(image_key(spec, dtype))
             if image is None:
                 source = await self._fetch(subject, spec, report)
                 if self._publishing.locked():
@@ -162,7 +163,7 @@ class Preparation:
     ) -> ImageRef:
         """Let a process of its own, in a sandbox, load the model the ordinary way and write its image."""
         key = image_key(spec, dtype)
-        found = await asyncio.to_thread(self.store.lookup, key)  # an equal one may have been published meanwhile
+        found = await self._stored(key)  # an equal one may have been published meanwhile
         if found is not None:
             return found
         report("publishing", -1.0)
@@ -187,7 +188,23 @@ class Preparation:
             finally:
                 process.kill()
                 await process.released
-            return await asyncio.to_thread(self.store.commit, staging, key)
+            image = await asyncio.to_thread(self.store.commit, staging, key)
+        self._verified.add(image.digest)
+        return image
+
+    async def _stored(self, key: str) -> ImageRef | None:
+        """The image with a key; at its first use every byte is checked, and a damaged one is thrown away."""
+        image = await asyncio.to_thread(self.store.lookup, key)
+        if image is None or image.digest in self._verified:
+            return image
+        try:
+            await asyncio.to_thread(verify, image)
+        except ImageError as error:
+            log.warning("image_damaged key=%s digest=%s problem=%r", key, image.digest, str(error))
+            await asyncio.to_thread(self.store.discard, image.digest)
+            return None
+        self._verified.add(image.digest)
+        return image
 
 
 def _check_readable(subject: str, source: Path) -> None:

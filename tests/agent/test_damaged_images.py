@@ -1,0 +1,37 @@
+"""Weights that are no longer what was published: nobody is answered from them."""
+
+import pytest
+from agent.world import World
+
+pytestmark = [pytest.mark.root, pytest.mark.asyncio]
+
+
+def damage(world: World) -> None:
+    """Change one byte in the middle of every image of a state directory."""
+    images = list((world.folder / "state" / "store" / "images").glob("*/image"))
+    assert images
+    for path in images:
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"\x42\x42\x42\x42")
+
+
+async def test_an_image_that_was_damaged_between_two_runs_is_published_again(tmp_path):
+    tmp_path.chmod(0o755)
+    first = World(tmp_path)
+    await first.agent.start()
+    manifest = first.manifest("m1", seed=1)
+    del manifest["spec"]["probe"]  # so that only the digests can tell
+    await first.apply(manifest)
+    assert await first.ask("m1") == pytest.approx(first.answer(8, 1))
+    await first.agent.stop(5.0)
+    damage(first)
+    again = World(tmp_path)
+    await again.agent.start()
+    try:
+        await again.apply(manifest)
+        assert await again.ask("m1") == pytest.approx(again.answer(8, 1))
+        assert "Publishing" in [event.reason async for event in again.agent.events.follow(follow=False)]
+    finally:
+        await again.agent.stop(5.0)
