@@ -1,6 +1,7 @@
 """Weights that are no longer what was published: nobody is answered from them."""
 
 import pytest
+
 from agent.world import World
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio]

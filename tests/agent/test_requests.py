@@ -1,9 +1,7 @@
 """What a request meets on its way: how long it was held, handlers that never return, storms, and short deadlines."""
 
-import asyncio
 
 import pytest
-from omnimodel.errors import DispatchError, Reason
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
