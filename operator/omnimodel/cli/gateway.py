@@ -35,6 +35,7 @@ class Options:
     agents: tuple[str, ...]
     namespaces: tuple[str, ...]
     kubeconfig: str
+    agent_port: int
     region: str
     zone: str
     drain_seconds: float
@@ -54,6 +55,8 @@ def words(_: click.Context, __: click.Parameter, value: Sequence[str]) -> tuple[
 @click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", callback=words, metavar="NAME,…",
               help="Namespaces of the cluster to look at.  [default: all]")  # fmt: skip
 @click.option("--kubeconfig", default="", metavar="FILE", help="How to reach the cluster.  [default: as kubectl]")
+@click.option("--agent-port", envvar="OMNI_AGENT_PORT", type=click.IntRange(1, 65535), default=8710, show_default=True,
+              help="Where agents answer in their pods.")  # fmt: skip
 @click.option("--region", envvar="OMNI_REGION", default="", help="Where this gateway is.")
 @click.option("--zone", envvar="OMNI_ZONE", default="", help="Where this gateway is.")
 @click.option("--drain", "drain_seconds", envvar="OMNI_DRAIN_SECONDS", type=click.FloatRange(min=0), default=30.0,
@@ -68,6 +71,7 @@ def command(
     agents: tuple[str, ...],
     namespaces: tuple[str, ...],
     kubeconfig: str,
+    agent_port: int,
     region: str,
     zone: str,
     drain_seconds: float,
@@ -79,7 +83,7 @@ def command(
     log_to_stderr(debug=bool(context.obj))
     asyncio.run(
         serve(
-            Options(*listen, agents, namespaces, kubeconfig, region, zone, drain_seconds, linger_seconds),
+            Options(*listen, agents, namespaces, kubeconfig, agent_port, region, zone, drain_seconds, linger_seconds),
         )
     )
 
@@ -170,7 +174,7 @@ async def _by_cluster(options: Options, measures: RoutingMeasures) -> AsyncItera
     from omnimodel.kube import Kube
 
     async with await Kube.connect(options.kubeconfig, component="gateway") as kube:
-        discovery = Discovery(kube, options.namespaces)
+        discovery = Discovery(kube, options.namespaces, port=options.agent_port)
         backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures, known=discovery.known)
         following = asyncio.create_task(discovery.run(backend), name="discovery")
         try:

@@ -134,7 +134,7 @@ def routes(task: str, predictor: Predictor, metadata: dict[str, Any]) -> list[we
     async def infer(request: web.Request) -> web.StreamResponse:
         return await _infer(task, predictor, request)
 
-    return [*found, web.get("/v2/models/{name}", describe), web.post("/v2/models/{name}/infer", infer)]
+    return [*found, web.get("/v2/models/{name:.+}", describe), web.post("/v2/models/{name:.+}/infer", infer)]
 
 
 def describe(name: str, engine: str, task: str, signature: signatures.Signature) -> dict[str, Any]:
