@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -90,8 +89,7 @@ async def _run(kubeconfig: str, settings: OperatorSettings) -> None:
         operator = Operator(kube, settings)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(NotImplementedError):
-                loop.add_signal_handler(number, operator.stop)  # until kopf takes them, which ends it as well
+            loop.add_signal_handler(number, operator.stop)
         await operator.run()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -225,7 +226,32 @@ class Operator:
     # Watching
 
     async def _watch(self) -> None:
-        """Let kopf list and watch, for ever."""
+        """Let kopf list and watch, in a thread with a loop of its own, for it ends every task of its loop.
+
+        Raises:
+            Exception: what kopf failed with.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        stop = threading.Event()
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                kopf.run(**self._kopf_arguments(loop), stop_flag=stop)
+            except BaseException as caught:
+                error = caught
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, ended, error)
+
+        threading.Thread(target=work, name="kopf", daemon=True).start()
+        try:
+            await asyncio.shield(ended)
+        finally:
+            stop.set()
+        raise OmniError("operator", "its watches ended", "it is started anew; the log says why")
+
+    def _kopf_arguments(self, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
         settings = kopf.OperatorSettings()
         settings.peering.standalone = True
         settings.scanning.disabled = True
@@ -243,17 +269,11 @@ class Operator:
             place = (kind.group, kind.version, kind.plural)
             if labels:
                 settings.watching.label_selectors[place] = labels
-            kopf.on.event(*place, id=kind.plural, registry=registry)(self._handler(kind))
+            kopf.on.event(*place, id=kind.plural, registry=registry)(self._handler(kind, loop))
         kopf.on.login(registry=registry)(self._login)
-        everywhere = not self._settings.namespaces
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            standalone=True,
-            clusterwide=everywhere,
-            namespaces=() if everywhere else self._settings.namespaces,
-        )
-        self.stop()  # it took the signal: it ends by one, or by an error
+        namespaces = self._settings.namespaces
+        scope = {"namespaces": namespaces} if namespaces else {"clusterwide": True}
+        return {"registry": registry, "settings": settings, "standalone": True, **scope}
 
     async def _login(self, **_: Any) -> kopf.ConnectionInfo:
         configuration = self._kube.configuration
@@ -269,16 +289,18 @@ class Operator:
             expiration=datetime.now(UTC) + timedelta(seconds=TOKEN_SECONDS) if token else None,
         )
 
-    def _handler(self, kind: Kind) -> Callable[..., Any]:
+    def _handler(self, kind: Kind, loop: asyncio.AbstractEventLoop) -> Callable[..., Any]:
         async def handle(event: Mapping[str, Any], **_: Any) -> None:
-            item = event["object"]
-            self.hearing.heard(kind, version_of(item))
-            if event["type"] == "DELETED":
-                self._drop(kind, key_of(item), item["metadata"].get("uid", ""))
-            else:
-                self._put(kind, item)
+            loop.call_soon_threadsafe(self._heard, kind, event["type"], event["object"])
 
         return handle
+
+    def _heard(self, kind: Kind, change: str | None, item: Mapping[str, Any]) -> None:
+        self.hearing.heard(kind, version_of(item))
+        if change == "DELETED":
+            self._drop(kind, key_of(item), item["metadata"].get("uid", ""))
+        else:
+            self._put(kind, item)
 
     def _put(self, kind: Kind, item: Mapping[str, Any]) -> None:
         taken, before = self.cache.put(kind, item)
@@ -386,6 +408,15 @@ class Operator:
 
     def _why_not_ready(self) -> str:
         return "" if self._synced.is_set() else f"waits for {self.waits_for}"
+
+
+def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
 
 
 def end_process() -> None:

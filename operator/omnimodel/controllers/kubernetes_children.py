@@ -81,7 +81,6 @@ def build_service(pool: OmniPool) -> Child:
     """A headless Service: it gives the pods names, and endpoints that gateways find."""
     spec = {
         "clusterIP": "None",
-        "publishNotReadyAddresses": False,
         "selector": selector_of(pool),
         "ports": [{"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP"}],
     }
