@@ -8,14 +8,14 @@ pytestmark = [pytest.mark.root, pytest.mark.asyncio]
 
 
 def damage(world: World) -> None:
-    """Change one byte in the middle of every image of a state directory."""
+    """Change a page in the middle of every image of a state directory."""
     images = list((world.folder / "state" / "store" / "images").glob("*/image"))
     assert images
     for path in images:
         path.chmod(0o644)
         with path.open("r+b") as file:
             file.seek(path.stat().st_size // 2)
-            file.write(b"\x42\x42\x42\x42")
+            file.write(b"\x4b" * 4096)
 
 
 async def test_an_image_that_was_damaged_between_two_runs_is_published_again(tmp_path):
@@ -36,3 +36,33 @@ async def test_an_image_that_was_damaged_between_two_runs_is_published_again(tmp
         assert "Publishing" in [event.reason async for event in again.agent.events.follow(follow=False)]
     finally:
         await again.agent.stop(5.0)
+
+
+async def test_a_wrong_answer_after_a_wake_is_nobodys_answer_and_the_image_is_made_anew(tmp_path):
+    tmp_path.chmod(0o755)
+    world = World(tmp_path)
+    await world.agent.start()
+    try:
+        manifest = world.manifest("m1", seed=1)
+        manifest["spec"]["probe"]["afterWake"] = True
+        await world.apply(manifest)
+        await world.ask("m1")
+        await world.agent.evict("default", "m1", 10)
+        digest = world.instance("m1").prepared.image.digest
+        world.broker.memory.frames.forget(digest)
+        world.broker.memory.arena.drop(digest)
+        damage(world)
+        assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
+        reasons = [event.reason async for event in world.agent.events.follow(follow=False) if event.name == "m1"]
+        after = reasons[reasons.index("Ready") + 1 :]
+        assert [reason for reason in after if reason in {"ProbeFailed", "Publishing", "Ready"}] == [
+            "ProbeFailed",
+            "Publishing",
+            "Ready",
+        ]
+        assert world.report("m1").ready
+        world.check_ledger()
+        await world.agent.evict("default", "m1", 10)
+        assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
+    finally:
+        await world.agent.stop(5.0)

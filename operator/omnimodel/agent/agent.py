@@ -204,6 +204,8 @@ class Agent:
         model = self._models.get(f"{instance.namespace}/{instance.model}")
         if model is not None and error is not None and error.reason is Reason.OUT_OF_MEMORY:
             model.outgrown(instance)
+        if model is not None and error is not None and error.reason is Reason.PROBE_FAILED:
+            model.doubt(instance)
 
     def _remove(self, model: Model) -> None:
         task = asyncio.create_task(model.remove(_REMOVE_SECONDS), name=f"remove {model.key}")

@@ -158,6 +158,7 @@ class Instance:
         self.leaving = False
         self.freezing = False
         self.reserved = False
+        self.proving = False  # it is asked its known answer after a wake
         self.blocked = ""
         self.removed = ""
 
@@ -270,7 +271,7 @@ class Instance:
 
     def admit(self) -> None:
         """Let in who waits, if it may: not before its first answer was checked, and not while it drains."""
-        if self.state is not State.RESIDENT or self.leaving or self._abandoned is not None:
+        if self.state is not State.RESIDENT or self.leaving or self.proving or self._abandoned is not None:
             return
         if not self.draining or self.line.owed:
             self.line.admit(system_only=not self.verified)

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
 from omnimodel.agent.broker import SMALLEST_WORKING_BYTES
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.preparation import Footprint, finish
-from omnimodel.errors import OmniError, ProcessError, Reason
-from omnimodel.protocol import probe as probes
+from omnimodel.agent.proof import prove
+from omnimodel.errors import OmniError, Reason
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport, ProcessReport
 
@@ -28,7 +26,6 @@ log = logging.getLogger(__name__)
 _MIB = 1 << 20
 WORKING_STEP_BYTES = 4 * _MIB
 WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: other requests ask for more
-_PROBE_SECONDS = 120.0
 _LONG_PHASES = {  # told as events: they can take minutes
     "building": "its environment is being built",
     "publishing": "its weights are being published as an image",
@@ -225,7 +222,7 @@ class Model:
         try:
             await waiter.admitted
             self._say("probing")
-            await self._probe(instance)
+            await prove(instance)
             await self._broker.accounting.measure(instance)
             if not instance.measured:
                 peak_bytes = instance.process.group.peak_bytes() if instance.process else None
@@ -244,38 +241,6 @@ class Model:
             instance.wanted_since_seconds = None if instance.resident else time.monotonic()
         instance.admit()
 
-    async def _probe(self, instance: Instance) -> None:
-        probe = instance.spec["probe"]
-        session, process = instance.session, instance.process
-        if probe is None:
-            return
-        if session is None or process is None:
-            raise ProcessError(instance.subject, "its process ended before its probe was sent")
-        request = probes.request(probe)
-        try:
-            async with asyncio.timeout(float(probe.get("timeoutSeconds") or _PROBE_SECONDS)):
-                async with session.request(
-                    request.method, f"http://model{request.path}", headers=request.headers, data=request.body
-                ) as response:
-                    body = await response.read()
-        except TimeoutError:
-            raise ProcessError(
-                instance.subject,
-                "its probe was not answered in time",
-                "raise probe.timeout",
-                reason=Reason.PROBE_FAILED,
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise await instance.failure_of(process, error) from error
-        wrong = probes.failures(probe, response.status, response.headers, body)
-        if wrong:
-            raise ProcessError(
-                instance.subject,
-                f"its probe got a wrong answer: {'; '.join(wrong)}",
-                "correct the model, or the probe's expectation",
-                reason=Reason.PROBE_FAILED,
-            )
-
     def _switch(self, instance: Instance) -> None:
         """Let a verified revision take over: whoever waits goes to it, who is in flight finishes with the old one."""
         old = self.serving
@@ -284,6 +249,16 @@ class Model:
         self._changed()
         self._broker.kick()
         self._discard(old, "a newer revision serves")
+
+    def doubt(self, instance: Instance) -> None:
+        """Bring an instance that answered wrongly after a wake up anew; every byte of its image is checked again."""
+        if instance is not self.serving or self.incoming is not None or not instance.verified:
+            return
+        instance.verified = False
+        if instance.prepared is not None and instance.prepared.image is not None:
+            self._preparation.distrust(instance.prepared.image.digest)
+        instance.prepared = None
+        self._bring(instance)
 
     def outgrown(self, instance: Instance) -> None:
         """Grant more working memory to a model that ran out of what was measured, lest it dies of it again."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.proof import prove, proves_wakes
 from omnimodel.errors import LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 
@@ -227,11 +228,19 @@ class Moves:
             self.on_exit(instance, None)
             return
         self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
+        instance.proving = proves_wakes(instance)
         try:
             await instance.wake(frames, copy_seconds)
+            if instance.proving:
+                await prove(instance)
         except OmniError as error:
             await instance.kill(error)
+            if image is not None and error.reason is Reason.PROBE_FAILED:  # its copies in memory may be what is wrong
+                pool.forget(image.digest)
+                self.memory.arena.drop(image.digest)
             return
+        finally:
+            instance.proving = False
         self.swaps += 1
         self.tell(instance, "Woken", instance.message)
         instance.admit()

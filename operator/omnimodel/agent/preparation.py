@@ -149,6 +149,10 @@ class Preparation:
         threads = spec["threads"] or self._threads
         return Prepared(image, source, environment, self._frame_bytes, self._device, threads)
 
+    def distrust(self, digest: str) -> None:
+        """Read every byte of an image again before its next use."""
+        self._verified.discard(digest)
+
     async def _fetch(self, subject: str, spec: dict[str, Any], report: Report) -> Path:
         report("fetching", -1.0)
         source = await self._sources.fetch(
