@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,6 +87,18 @@ class Connection:
         """`kubectl apply` of objects; what it prints."""
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
         return self.kubectl("apply", *options, "-f", "-", stdin=document)
+
+    def until(self, seconds: float) -> Iterator[None]:
+        """Attempts at something, a moment between them.
+
+        Raises:
+            ClusterError: time is up; the caller leaves the loop before that, when it has what it waits for.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            yield
+            time.sleep(0.1)
+        raise ClusterError(f"not there after {seconds} s")
 
     def _environment(self) -> dict[str, str]:
         """What programs are told of the caller's environment: hardly anything, for it would lead them astray."""
