@@ -1,6 +1,8 @@
+import pytest
 import pytest_asyncio
 
 from agent.world import World
+from omnimodel.agent.sources import Sources
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -20,3 +22,8 @@ async def world(running):
     await running.until(lambda: not running.broker.instances, "all models are gone")
     running.check_ledger()
     assert not running.broker.memory.frames.owners()
+
+
+@pytest.fixture
+def sources(tmp_path):
+    return Sources(tmp_path / "sources")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.test_sources import SmallDisk, until
+from agent.fetching import SmallDisk, until
 from omnimodel.agent.environments import Environments, installed
 from omnimodel.errors import OmniError, Reason
 
