@@ -189,6 +189,7 @@ async def test_an_agent_that_starts_without_an_api_server_serves_what_it_was_tol
 async def test_an_agent_that_is_told_to_stop_fails_no_request(world: World) -> None:
     await world.add_model("slow", sleep_seconds=0.5)
     await eventually(lambda: world.ready_on("slow", *PODS_OF_BOTH), "the slow one", START_SECONDS)
+    await eventually(lambda: world.answers("slow"), "the gateway to know of it", 60)
     load = Load(world, "one", "slow", workers=4)
     await load.more(20, "before")
     agent = world.agents[0]

@@ -18,8 +18,9 @@ from omnimodel.errors import DispatchError, Reason
 from omnimodel.gateway.app import create_app, serve
 from omnimodel.gateway.gateway import GATEWAY
 from omnimodel.gateway.order import Place
-from omnimodel.gateway.routing import Address, RoutingBackend
+from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.routing_measures import RoutingMeasures
+from omnimodel.gateway.seats import Address
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
 
@@ -332,7 +333,7 @@ def card(**more) -> ModelCard:
     return ModelCard("m", "default", ("m",), "text-generation", "cold", **{"ready": True, **more})
 
 
-async def asked_of(known: dict[str, ModelCard], **request) -> DispatchError:
+async def asked_of(known: dict[str, ModelCard | None], **request) -> DispatchError:
     backend = RoutingBackend(known=lambda: known)
     with pytest.raises(DispatchError) as caught:
         async with backend.open(InferenceRequest("m", "POST", PATH, {}, b"", **request)):
@@ -349,11 +350,19 @@ async def test_a_deleted_model_is_not_found_though_an_agent_still_has_it(cluster
     """ollama-operator#118: a deleted model was still served."""
     cluster.add(tier="resident")
     await cluster.known()
-    cluster.backend._known = dict
+    cluster.backend._known = lambda: {"default/m": None}
     cluster.backend.changed()
     assert cluster.backend.models() == []
     assert (await cluster.post(json=chat())).status == 404
     assert (await asked_of({})).reason is Reason.MODEL_NOT_FOUND
+
+
+async def test_a_model_that_only_its_agent_knows_of_yet_is_served(cluster: Cluster) -> None:
+    """The gateway's watch may lag behind the agent's."""
+    cluster.add(tier="resident")
+    cluster.backend._known = lambda: {"default/other": card()}
+    await cluster.known()
+    assert (await cluster.post(json=chat())).status == 200
 
 
 async def test_a_model_that_is_being_assigned_is_waited_for() -> None:

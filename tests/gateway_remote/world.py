@@ -11,7 +11,7 @@ from gateway.standin import Agent, Process, System
 from omnimodel.gateway.app import Listening, create_app, serve
 from omnimodel.gateway.gateway import GATEWAY, Gateway
 from omnimodel.gateway.order import Place
-from omnimodel.gateway.routing import Address
+from omnimodel.gateway.seats import Address
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.ingress import key_of
 from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport

@@ -57,11 +57,11 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], command: click.Command = omni, name: str = "omni") -> int:
     """Run one command line; its exit code. Errors become one sentence on stderr, with `--debug` a traceback too."""
     debug = "--debug" in arguments
     try:
-        return int(omni.main(arguments, prog_name="omni", standalone_mode=False) or ExitCode.DONE)
+        return int(command.main(arguments, prog_name=name, standalone_mode=False) or ExitCode.DONE)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, click.Abort):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from omnimodel.cli.exits import ConnectionFailed
 from omnimodel.errors import DispatchError, OmniError, Reason
@@ -29,17 +30,19 @@ class Client:
     """One running system.
 
     Args:
-        address: its URL, such as `http://127.0.0.1:8080`; the scheme may be left out.
+        address: its URL, such as `http://127.0.0.1:8080`; the scheme may be left out. `http+unix://PATH/…` is a
+            UNIX socket, its path quoted.
     """
 
     def __init__(self, address: str) -> None:
         self.address = (address if "//" in address else f"http://{address}").rstrip("/")
         parts = urlsplit(self.address)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        if parts.scheme not in {"http", "https", "http+unix"} or not parts.hostname:
             raise OmniError(f"address {address!r}", "it is no HTTP URL", "write it as http://127.0.0.1:8080")
         self._tls = parts.scheme == "https"
-        self._host = parts.hostname
-        self._port = parts.port
+        self._socket = unquote(parts.netloc) if parts.scheme == "http+unix" else ""
+        self._host = "localhost" if self._socket else parts.hostname
+        self._port = None if self._socket else parts.port
         self._prefix = parts.path
 
     def objects(self, plural: str) -> list[dict[str, Any]]:
@@ -135,6 +138,8 @@ class Client:
             connection.close()
 
     def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        if self._socket:
+            return _UnixConnection(self._socket, min(CONNECT_SECONDS, timeout_seconds))
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=min(CONNECT_SECONDS, timeout_seconds))
 
@@ -175,6 +180,20 @@ class Client:
         )
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a UNIX socket."""
+
+    def __init__(self, path: str, timeout_seconds: float) -> None:
+        super().__init__("localhost", timeout=timeout_seconds)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
 def _flag(value: bool) -> str:
     return "true" if value else "false"
 
@@ -183,13 +202,16 @@ def _refusal(status: int, body: bytes) -> DispatchError:
     """The error of an answer, from its OpenAI-style error object where it has one."""
     message, reason = body.decode(errors="replace").strip(), Reason.INTERNAL
     try:
-        error = json.loads(body)["error"]
+        answer = json.loads(body)
+        if answer.get("kind") == "Status":  # of an API server in between
+            return DispatchError("Kubernetes", str(answer.get("message")), reason=reason, status=status)
+        error = answer["error"]
         message = str(error["message"])
         for key in ("code", "reason", "type"):
             if error.get(key) in set(Reason):
                 reason = Reason(error[key])
                 break
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     if status == 404:
         reason = Reason.MODEL_NOT_FOUND

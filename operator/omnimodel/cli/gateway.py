@@ -154,7 +154,8 @@ async def _by_hand(options: Options, measures: RoutingMeasures) -> AsyncIterator
     from omnimodel.controllers.gateway_objects import AgentObjects
     from omnimodel.gateway.order import Place
     from omnimodel.gateway.remote_admin import AgentsAdmin
-    from omnimodel.gateway.routing import Address, RoutingBackend
+    from omnimodel.gateway.routing import RoutingBackend
+    from omnimodel.gateway.seats import Address
 
     backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures)
     backend.set_agents(Address(_url(agent)) for agent in options.agents)

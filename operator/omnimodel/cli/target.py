@@ -71,6 +71,6 @@ def read_address(state_dir: Path) -> str:
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """Namespace and name of `smollm2` or `team-a/smollm2`."""
+    """Namespace and name of `smollm2` or `team-a/smollm2`; `OMNI_NAMESPACE` is that of names without one."""
     namespace, slash, name = model.partition("/")
-    return (namespace, name) if slash else ("default", namespace)
+    return (namespace, name) if slash else (os.environ.get("OMNI_NAMESPACE") or "default", namespace)

@@ -14,7 +14,8 @@ from omnimodel.api import OmniModel
 from omnimodel.controllers.gateway_objects import processes, refreshed, reports
 from omnimodel.errors import OmniError, Reason
 from omnimodel.gateway.order import Place
-from omnimodel.gateway.routing import Address, RoutingBackend
+from omnimodel.gateway.routing import RoutingBackend
+from omnimodel.gateway.seats import Address
 from omnimodel.kube import MODELS, PODS, POOLS, Kube, Mirror
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
@@ -26,6 +27,7 @@ POOL_NAMESPACE_LABEL = "omnimodel.io/pool-namespace"
 AGENT_PORT = 8710
 REGION_LABEL = "topology.kubernetes.io/region"  # nodes' labels are copied to pods since Kubernetes 1.35
 ZONE_LABEL = "topology.kubernetes.io/zone"
+REMEMBERED_DELETED = 1000  # models; their agents have unloaded them long before they are forgotten
 _GATHER_SECONDS = 0.02  # changes closer together are taken over at once
 
 
@@ -41,7 +43,7 @@ class Discovery:
     def __init__(self, kube: Kube, namespaces: Sequence[str] = (), *, port: int = AGENT_PORT) -> None:
         self._port = port
         self._bell = asyncio.Event()
-        self._cards: dict[str, ModelCard] = {}
+        self._cards: dict[str, ModelCard | None] = {}  # None: deleted
         self._backend: RoutingBackend | None = None
         places = list(namespaces) or [""]
         self._pods = [
@@ -108,10 +110,8 @@ class Discovery:
             (mirror.items[namespace, name] for mirror in self._pools if (namespace, name) in mirror.items), None
         )
 
-    def known(self) -> Mapping[str, ModelCard] | None:
-        """Cards of every model there is, by `namespace/name`; None as long as that is not known."""
-        if not all(mirror.synced for mirror in self._models):
-            return None
+    def known(self) -> Mapping[str, ModelCard | None]:
+        """Cards of every model there is, by `namespace/name`; None for those that are deleted."""
         return self._cards
 
     def objects(self, kind: str) -> Sequence[Mapping[str, Any]]:
@@ -138,6 +138,10 @@ class Discovery:
         before = self._cards.get(name)
         if after is None:
             self._cards.pop(name, None)
+            self._cards[name] = None  # at the end: the oldest are forgotten first
+            deleted = [key for key, card in self._cards.items() if card is None]
+            for gone in deleted[: max(0, len(deleted) - REMEMBERED_DELETED)]:
+                del self._cards[gone]
         else:
             try:
                 self._cards[name] = card_of(after)

@@ -13,7 +13,8 @@ import aiohttp
 
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.gateway.remote import CONNECT_SECONDS
-from omnimodel.gateway.routing import RoutingBackend, Seat
+from omnimodel.gateway.routing import RoutingBackend
+from omnimodel.gateway.seats import Seat
 from omnimodel.protocol.admin import ADMIN_PATH, Event
 
 _ANSWER_SECONDS = 10.0  # beside the deadline that the agent keeps

@@ -12,14 +12,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import aiohttp
 
 from omnimodel.errors import DispatchError, Reason
-from omnimodel.gateway.order import Closeness, Load, Place, Residency, order, residency_of
-from omnimodel.gateway.remote import NotSentError, RemoteAgent, model_key
+from omnimodel.gateway.order import Closeness, Place, Residency, order, residency_of
+from omnimodel.gateway.remote import NotSentError, model_key
 from omnimodel.gateway.routing_measures import RoutingMeasures
+from omnimodel.gateway.seats import Address, Seat
 from omnimodel.protocol.dispatch import Estimate, InferenceRequest, InferenceResponse, ModelCard
 from omnimodel.protocol.ingress import Snapshot
 
@@ -37,77 +38,14 @@ _GONE = frozenset({Reason.DRAINING, Reason.MODEL_NOT_FOUND})  # the agent will n
 _TIERS = {"resident": 0, "warm": 1, "parked": 2, "cold": 3}
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where an agent is.
-
-    Args:
-        url: such as `http://10.0.0.7:8710`.
-        name: of its pod.
-        place: its region and zone.
-    """
-
-    url: str
-    name: str = ""
-    place: Place = field(default=Place())
-
-
-class Seat:
-    """One agent at the table."""
-
-    def __init__(self, address: Address, closeness: Closeness) -> None:
-        self.address = address
-        self.closeness = closeness
-        self.agent = RemoteAgent(address.url, address.name)
-        self.snapshot: Snapshot | None = None  # None while it is out of the table
-        self.last: Snapshot | None = None  # what it knew when it left the table
-        self.left_seconds = 0.0
-        self.problem = "it has not answered yet"
-        self.open: dict[str, int] = {}  # requests of this gateway, by model
-        self.open_total = 0
-        self.told: dict[str, int] = {}  # the same, when the agent told last
-        self.task: asyncio.Task[None] | None = None
-        self.again = asyncio.Event()
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    @property
-    def there(self) -> bool:
-        """Whether it is in the table."""
-        return self.snapshot is not None
-
-    def load(self, key: str, *, entered: int = 0) -> Load:
-        """Requests of a model, less those that have just been counted."""
-        report = self.snapshot.models.get(key) if self.snapshot else None
-        reported = report.waiting + report.in_flight if report else 0
-        return Load(self.open.get(key, 0) - entered, max(0, reported - self.told.get(key, 0)))
-
-    def enter(self, key: str) -> None:
-        """A request goes to it."""
-        self.open[key] = self.open.get(key, 0) + 1
-        self.open_total += 1
-        self.idle.clear()
-
-    def leave(self, key: str) -> None:
-        """A request has ended."""
-        left = self.open[key] - 1
-        if left:
-            self.open[key] = left
-        else:
-            del self.open[key]
-        self.open_total -= 1
-        if not self.open_total:
-            self.idle.set()
-
-
 class RoutingBackend:
     """See the module (`protocol.dispatch.Backend`).
 
     Args:
         here: where this gateway is.
         measures: where decisions are counted.
-        known: cards of all models there are, by `namespace/name`, for those that no agent has at the moment: with a
-            reason when they will have none, and ready when a request may wait for one. None when only the agents know.
+        known: cards of models by `namespace/name`, for the time that no agent has them: with a reason when none will,
+            and ready when a request may wait for one. None in place of a card when a model is known to be deleted.
     """
 
     def __init__(
@@ -115,7 +53,7 @@ class RoutingBackend:
         *,
         here: Place | None = None,
         measures: RoutingMeasures | None = None,
-        known: Callable[[], Mapping[str, ModelCard] | None] = lambda: None,
+        known: Callable[[], Mapping[str, ModelCard | None]] = dict,
     ) -> None:
         self.here = here or Place()
         self.measures = measures or RoutingMeasures()
@@ -230,13 +168,15 @@ class RoutingBackend:
         """Every model of every agent, in the order of their names; made anew only after a change."""
         if self._cards is None:
             known = self._known()
-            last = {key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()}
-            found = dict(last if known is None else known)
+            found: dict[str, ModelCard | None] = {
+                key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()
+            }
+            found |= known
             for key, seats in self._by_model.items():
                 cards = [seat.snapshot.cards[key] for seat in seats if seat.snapshot]
-                if cards and (known is None or key in known):  # a deleted model may yet be with its agent
+                if cards and known.get(key, cards) is not None:  # a deleted model may yet be with its agent
                     found[key] = _merged(cards)
-            self._cards = sorted(found.values(), key=lambda card: card.name)
+            self._cards = sorted((card for card in found.values() if card), key=lambda card: card.name)
         return self._cards
 
     def estimate(self, model: str) -> Estimate:
@@ -256,9 +196,7 @@ class RoutingBackend:
         tried: set[Seat] = set()
         refusal: NotSentError | None = None
         rounds = 0
-        known = self._known()
-        if known is not None and key not in known:
-            raise _refused(key, "there is no such model", Reason.MODEL_NOT_FOUND, 404)
+        self._check_there(key)
         while True:
             seat = self.choose(key, tried)
             if seat is None:
@@ -332,6 +270,7 @@ class RoutingBackend:
         try:
             while again or self.choose(key) is None:
                 again = False
+                self._check_there(key)
                 self._check_awaited(key)
                 left = began + allowed - time.monotonic()
                 if left <= 0:
@@ -349,18 +288,27 @@ class RoutingBackend:
             if not self._held[key]:
                 del self._held[key]
 
+    def _check_there(self, key: str) -> None:
+        """Refuse a model that is deleted, though an agent may still have it.
+
+        Raises:
+            DispatchError: it is.
+        """
+        known = self._known()
+        if key in known and known[key] is None:
+            raise _refused(key, "there is no such model", Reason.MODEL_NOT_FOUND, 404)
+
     def _check_awaited(self, key: str) -> None:
         """Refuse a model that no agent has and none will.
 
         Raises:
             DispatchError: with the reason.
         """
-        known = self._known()
-        card = known.get(key) if known is not None else None
+        card = self._known().get(key)
         if card is not None and not card.ready:
             reason = Reason(card.reason) if card.reason in set(Reason) else Reason.INTERNAL
             raise _refused(key, card.message or "it is not ready", reason, 503)
-        if card is not None or (known is None and key in self._by_model):
+        if card is not None or key in self._by_model:
             return
         absent = [seat for seat in self.seats.values() if seat.last and key in seat.last.cards]
         if not absent:
