@@ -1,9 +1,20 @@
-"""What a request meets on its way: how long it was held, handlers that never return, storms, and short deadlines."""
+"""What requests meet on their way: how long they were held, storms, alternation, short deadlines, changed minds."""
 
+import asyncio
+import contextlib
+import os
+import signal
 
 import pytest
 
+from omnimodel.errors import DispatchError, Reason
+
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+
+
+def two_that_exclude_each_other(world) -> list[dict]:
+    """Two models of 104 MiB; the device of 176 MiB holds one."""
+    return [world.manifest(f"m{seed}", seed=seed, working_mib=96) for seed in (1, 2)]
 
 
 async def test_the_time_of_the_computation_is_no_waiting(world):
@@ -17,3 +28,142 @@ async def test_the_time_of_the_computation_is_no_waiting(world):
         hold = response.hold
     assert hold.reason == "wake"
     assert 0 < hold.wake_seconds <= hold.waited_seconds
+
+
+async def test_two_hundred_alternating_calls_are_all_answered_and_no_load_is_for_nothing(world, monkeypatch):
+    await world.apply(*two_that_exclude_each_other(world))
+    served_between: dict[str, list[int]] = {"m1": [], "m2": []}
+    woken_at: dict[str, int] = {}
+    add = world.agent.events.add
+
+    def record(kind, namespace, name, reason, message, **rest):
+        if reason == "Woken":
+            woken_at[name] = world.report(name).served
+        elif reason == "Evicted" and name in woken_at:
+            served_between[name].append(world.report(name).served - woken_at.pop(name))
+        add(kind, namespace, name, reason, message, **rest)
+
+    monkeypatch.setattr(world.agent.events, "add", record)
+    gate = asyncio.Semaphore(4)
+
+    async def call(number: int) -> bool:
+        seed = 1 + number % 2
+        async with gate:
+            return await world.ask(f"m{seed}") == pytest.approx(world.answer(8, seed))
+
+    assert all(await asyncio.gather(*(call(number) for number in range(200))))
+    assert served_between["m1"]
+    assert all(count >= 1 for counts in served_between.values() for count in counts), served_between
+    assert [world.instance(name).restarts for name in ("m1", "m2")] == [0, 0]
+
+
+async def test_a_resident_model_is_held_for_nobody_while_others_load_and_leave_around_it(world):
+    others = [world.manifest(f"m{seed}", seed=seed) for seed in (2, 3, 4, 5)]
+    await world.apply(world.manifest("m1", seed=1, residency={"priority": 900}), *others)
+    await world.ask("m1")
+    wakes = world.report("m1").wakes
+    stop = asyncio.Event()
+
+    async def swap() -> int:
+        rounds = 0
+        while not stop.is_set():
+            for seed in (2, 3, 4, 5):
+                await world.ask(f"m{seed}")
+            rounds += 1
+        return rounds
+
+    swapping = asyncio.create_task(swap())
+    reasons = set()
+    for _ in range(100):
+        async with world.request("m1", "hello") as response:
+            reasons.add(response.hold.reason)
+            assert [chunk async for chunk in response.body]
+    stop.set()
+    assert await swapping > 0
+    assert reasons == {"none"}
+    assert world.report("m1").wakes == wakes
+
+
+async def test_a_saturated_model_is_busy_and_not_broken(world):
+    await world.apply(*two_that_exclude_each_other(world))
+    restarts = [world.instance(name).restarts for name in ("m1", "m2")]
+    calls = [world.ask(f"m{1 + number % 2}", "sleep:0.02") for number in range(120)]
+    answers = await asyncio.gather(*calls)
+    assert len(answers) == 120
+    assert [world.instance(name).restarts for name in ("m1", "m2")] == restarts
+    assert all(world.report(name).ready for name in ("m1", "m2"))
+
+
+async def test_the_expiries_of_an_impatient_caller_harm_nobody_else(world):
+    await world.apply(world.manifest("m1", seed=1, limits={"concurrency": 4, "queue": 200}))
+    await world.ask("m1")
+    impatient = [asyncio.create_task(world.ask("m1", "sleep:0.05", deadline=0.1)) for _ in range(100)]
+    patient = [asyncio.create_task(world.ask("m1")) for _ in range(20)]
+    assert set(await asyncio.gather(*patient)) == {world.answer(8, 1)}
+    results = await asyncio.gather(*impatient, return_exceptions=True)
+    expired = [error for error in results if isinstance(error, BaseException)]
+    assert expired
+    assert {(error.status, error.reason) for error in expired} == {(504, Reason.DEADLINE_EXCEEDED)}
+    assert world.report("m1").ready
+    assert world.instance("m1").restarts == 0
+    assert world.report("m1").in_flight == 0
+
+
+async def test_ten_models_made_at_once_are_all_ready_and_none_was_restarted(world):
+    manifests = [world.manifest(f"m{seed}", seed=1 + seed % 4) for seed in range(10)]
+    for manifest in manifests:
+        del manifest["spec"]["resources"]
+    await world.apply(*manifests)
+    assert all(world.report(f"m{seed}").ready for seed in range(10))
+    assert {world.instance(f"m{seed}").restarts for seed in range(10)} == {0}
+    world.check_ledger()
+
+
+async def test_who_changes_their_mind_does_not_wait_for_what_they_asked_for_by_mistake(world):
+    await world.apply(*two_that_exclude_each_other(world), world.manifest("m3", seed=3))
+    await world.ask("m1")
+    busy = asyncio.create_task(world.ask("m1", "sleep:3"))
+    await world.until(lambda: world.instance("m1").line.in_flight == 1)
+    wakes = world.report("m2").wakes
+    mistake = asyncio.create_task(world.ask("m2"))
+    await world.until(lambda: world.instance("m2").line.waiting, "the mistake waits")
+    mistake.cancel()
+    await asyncio.gather(mistake, return_exceptions=True)
+    assert await world.ask("m3") == pytest.approx(world.answer(8, 3))
+    assert not busy.done(), "it did not wait for the victim of the mistake"
+    await busy
+    assert world.report("m2").wakes == wakes
+
+
+async def test_a_process_that_does_not_leave_is_ended_and_what_it_held_is_free(world):
+    await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
+    await world.ask("m1")
+    pid = world.instance("m1").process.pid
+    os.kill(pid, signal.SIGSTOP)
+    await world.agent.evict("default", "m1", 60)
+    assert world.report("m1").tier == "cold"
+    assert world.ledger.held_by("default/m1")[0] == 0
+    told = [event.reason async for event in world.agent.events.follow(follow=False) if event.name == "m1"]
+    assert "EvictTimeout" in told
+    assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
+    world.check_ledger()
+
+
+async def test_requests_race_with_evictions_by_hand_and_none_is_lost(world):
+    await world.apply(world.manifest("m1", seed=1))
+    stop = asyncio.Event()
+
+    async def evict() -> int:
+        times = 0
+        while not stop.is_set():
+            with contextlib.suppress(DispatchError):  # it was asked without a pause
+                await world.agent.evict("default", "m1", 10)
+                times += 1
+        return times
+
+    evicting = asyncio.create_task(evict())
+    answers = [await asyncio.gather(*(world.ask("m1") for _ in range(4))) for _ in range(25)]
+    stop.set()
+    assert await evicting > 0
+    assert {answer for row in answers for answer in row} == {world.answer(8, 1)}
+    assert world.instance("m1").restarts == 0
