@@ -108,12 +108,18 @@ class PodResources(Part):
     memory: Quantity | None = Field(default=None, description="Host memory.", examples=["32Gi"])
 
 
-_PRESERVED = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_TOLERATION = {
+    "type": "object",
+    "properties": {
+        **{name: {"type": "string", "maxLength": 256} for name in ("key", "operator", "value", "effect")},
+        "tolerationSeconds": {"type": "integer", "format": "int64"},
+    },
+}
 
 
 def _toleration(value: Any) -> dict[str, Any]:
-    known = {"key", "operator", "value", "effect", "tolerationSeconds"}
-    if not isinstance(value, dict) or not set(value) <= known:
+    known = {"key": str, "operator": str, "value": str, "effect": str, "tolerationSeconds": int}
+    if not isinstance(value, dict) or not all(type(item) is known.get(name) for name, item in value.items()):
         raise refusal("is no toleration", "write one such as {key: nvidia.com/gpu, operator: Exists}")
     return value
 
@@ -127,7 +133,7 @@ class Pod(Part):
     node_selector: LabelMap = Field(
         default_factory=dict, max_length=32, description="Labels of the nodes.", examples=[{"gpu": "l4"}]
     )
-    tolerations: list[Annotated[dict[str, Any], Checked(_toleration, _PRESERVED)]] = Field(
+    tolerations: list[Annotated[dict[str, Any], Checked(_toleration, _TOLERATION)]] = Field(
         default_factory=list,
         max_length=32,
         description="Taints it may be put on, as Kubernetes writes them.",
