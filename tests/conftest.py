@@ -11,13 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: 
 from cluster.cluster import build
 from cluster.fixtures import GIVEN, api_cluster, missing, namespace, node_cluster, node_namespace
 from leftovers import nothing_left
-from runtime.fixtures import fork_server, frames, images, new_child, package, packages
+from runtime.fixtures import fork_server, frames, new_child, package, packages, published_images
 
 __all__ = [
     "api_cluster",
     "fork_server",
     "frames",
-    "images",
     "namespace",
     "new_child",
     "node_cluster",
@@ -25,6 +24,7 @@ __all__ = [
     "nothing_left",
     "package",
     "packages",
+    "published_images",
 ]
 
 

@@ -18,11 +18,11 @@ def serving(new_child, frames, tmp_path):
 
 
 @pytest.fixture
-def published(new_child, frames, images):
+def published(new_child, frames, published_images):
     """Publish a model once per session, start it, and wake it."""
 
     async def serve(key, spec, source, dtype="float32", *, awake=True, threads=1):
-        image = images / f"{key}-{dtype}"
+        image = published_images / f"{key}-{dtype}"
         if not (image / "index.json").exists():
             await new_child().publish(spec, source, image, dtype)
         child = new_child()

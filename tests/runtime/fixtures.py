@@ -43,7 +43,7 @@ async def new_child(fork_server: ForkServer, tmp_path: Path) -> AsyncIterator[Ca
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of published images: each model is published once."""
     return tmp_path_factory.mktemp("images")
 
