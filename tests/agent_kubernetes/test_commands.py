@@ -98,6 +98,10 @@ async def world(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
                     lambda name=name: world.ready_on(name, *PODS_OF_BOTH), f"{name} to be ready", START_SECONDS
                 )
             yield world
+        except BaseException as error:
+            for command in (world.gateway, *world.agents):
+                error.add_note(command.tail)
+            raise
         finally:
             await world.stop()
 
