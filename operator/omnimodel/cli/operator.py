@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from omnimodel.cli.gateway import words
-
 if TYPE_CHECKING:
     from omnimodel.controllers.kubernetes import OperatorSettings
 
@@ -28,7 +26,7 @@ LEVELS = ("debug", "info", "warning", "error")
 @click.option("--own-namespace", envvar="OMNI_POD_NAMESPACE", default="default", show_default=True,
               help="Where its Lease is.")  # fmt: skip
 @click.option("--release", envvar="OMNI_RELEASE", default="omnimodel", show_default=True, help="Prefix of its Lease.")
-@click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", callback=words, metavar="NAME,…",
+@click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", metavar="NAME,…",
               help="Namespaces that it looks after.  [default: all]")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True,
               help="Of /healthz, /readyz and /metrics; 0 for any.")  # fmt: skip
@@ -61,18 +59,19 @@ def command(
     from omnimodel.controllers.kubernetes import OperatorSettings
     from omnimodel.controllers.kubernetes_children import AgentSettings
 
+    only = tuple(word.strip() for text in namespaces for word in text.split(",") if word.strip())
     _log_to_stderr("debug" if context.obj else log_level)
     settings = OperatorSettings(
         identity=identity or f"{socket.gethostname()}-{os.getpid()}",
         namespace=own_namespace,
         release=release,
-        namespaces=namespaces,
+        namespaces=only,
         port=port,
         agents=AgentSettings(
             image=agent_image,
             pull_policy=agent_pull_policy,
             service_account=agent_service_account,
-            env={"OMNI_NAMESPACES": ",".join(namespaces)} if namespaces else None,
+            env={"OMNI_NAMESPACES": ",".join(only)} if only else None,
         ),
         lease_seconds=lease_seconds,
         renew_seconds=lease_seconds * 0.6,
