@@ -30,8 +30,8 @@ def item(name: str, *, ready: str = "True", reason: str = "Serving", message: st
 POOL = {
     "metadata": {"name": "default"},
     "status": {
-        "budgetBytes": 448 << 20, "residentBytes": 200 << 20, "freeBytes": 148 << 20, "device": "host", "overcommitRatio": 3.2,
-        "isolation": {"level": "namespaces"},
+        "budgetBytes": 448 << 20, "residentBytes": 200 << 20, "freeBytes": 148 << 20, "device": "host",
+        "overcommitRatio": 3.2, "isolation": {"level": "namespaces"},
     },
 }  # fmt: skip
 
@@ -51,11 +51,20 @@ def test_memory_of_the_pool_is_on_top() -> None:
     first = shown([]).splitlines()[0]
     for part in (
         "pool default",
-        "300 MiB of 448 MiB on host (200 MiB weights)",
+        "300 MiB of 448 MiB on host",
         "over-commit 3.20",
         "isolation namespaces",
     ):
         assert part in first
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_memory_of_the_pool_is_one_line_on_any_terminal(width: int) -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(live.screen([item("a")], [POOL], []))
+    lines = stream.getvalue().splitlines()
+    assert "300 MiB of 448 MiB on host" in lines[0]
+    assert lines[1].startswith("model")
 
 
 def test_a_serving_model_has_tier_bytes_requests_and_last_wake() -> None:

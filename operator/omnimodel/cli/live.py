@@ -40,17 +40,21 @@ def screen(
 
 
 def _memory(pool: Mapping[str, Any]) -> RenderableType:
+    """One line; where the terminal is narrow the bar gives way first, then the end of the line."""
     status = pool.get("status", {})
     budget = int(status.get("budgetBytes") or 0)
     held = budget - int(status.get("freeBytes", budget))
-    weights = output.size(int(status.get("residentBytes") or 0))
-    line = Table.grid(padding=(0, 1))
     ratio = float(status.get("overcommitRatio") or 0)
     isolation = (status.get("isolation") or {}).get("level", "-")
+    line = Table.grid(padding=(0, 1))
+    line.add_column(no_wrap=True)
+    line.add_column(max_width=30)
+    for _ in range(3):
+        line.add_column(no_wrap=True, overflow="ellipsis")
     line.add_row(
         Text(f"pool {pool['metadata']['name']}", style="bold"),
-        ProgressBar(total=max(1, budget), completed=held, width=30, complete_style="green"),
-        f"{output.size(held)} of {output.size(budget)} on {status.get('device', '-')} ({weights} weights)",
+        ProgressBar(total=max(1, budget), completed=held, complete_style="green"),
+        f"{output.size(held)} of {output.size(budget)} on {status.get('device', '-')}",
         f"over-commit {ratio:.2f}",
         f"isolation {isolation}",
     )
