@@ -76,7 +76,7 @@ class Environments:
         folder = self.root / key
         if await asyncio.to_thread((folder / _MARKER).is_file):
             return folder / "packages"
-
+        progress(f"resolving {', '.join(requirements)}")
         return await self._work.run(
             key, lambda listeners: self._build(subject, requirements, base, folder, listeners), progress
         )

@@ -126,7 +126,6 @@ class Preparation:
         requirements = spec["environment"]["requirements"]
         environment = None
         if requirements:
-            report("building", -1.0)
             environment = await self._environments.build(subject, requirements, lambda _line: report("building", -1.0))
         foreign = spec["engine"] in FOREIGN_ENGINES
         source: Path | None = None
