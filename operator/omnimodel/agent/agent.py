@@ -212,7 +212,7 @@ class Agent:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
-        self.events.add("OmniModel", namespace, name, "Removed", "it is no longer in the catalogue")
+        self.events.add("OmniModel", namespace, name, "Removed", "it is served here no more")
 
     async def _spawn(self, instance: Instance) -> ModelProcess:
         assert self._spawner is not None
