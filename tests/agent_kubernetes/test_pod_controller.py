@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from dataclasses import replace
 
 import pytest
 
 from agent_kubernetes.world import Catalogue, Line, eventually
 from controllers.standin import StandInAgent
+from omnimodel.controllers.agent_kubernetes_admin import PodAdmin
 from omnimodel.controllers.agent_kubernetes_status import Pace
 from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import EVENTS, LEASES, MODELS, POOLS, PROCESSES, Kube
@@ -322,6 +324,37 @@ async def test_a_volume_of_another_pod_tells_nothing(catalogue: Catalogue, start
     await line.cut()
     other = await start("default-1", StandInAgent())
     assert other.controller.applied is None
+
+
+# -- ready --
+
+
+async def test_a_pod_is_ready_once_its_models_are_and_stays_so(catalogue: Catalogue, start) -> None:
+    """A change of all pods must wait for the models of each."""
+    agent = StandInAgent()
+    serving_ = agent._serving
+    agent._serving = lambda process: replace(serving_(process), ready=False, phase="publishing")
+    for name in "ab":
+        await catalogue.assign(await catalogue.model(name), POD)
+    pod = await start(agent=agent)
+    admin = PodAdmin(pod.agent, pod.controller)
+
+    def is_ready() -> bool:
+        (pool,) = admin.objects("OmniPool")
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in pool["status"]["conditions"])
+
+    assert not is_ready(), "nothing is known yet"
+    await eventually(lambda: pod.agent.applied, "the models")
+    assert not is_ready()
+    pod.agent.say(catalogue.key("a"), ready=True, phase="idle")
+    assert not is_ready()
+    pod.agent.say(catalogue.key("b"), phase="failed", reason="BadArtifact")
+    assert is_ready(), "one that has failed is not waited for"
+    pod.agent.say(catalogue.key("a"), ready=False, phase="failed")
+    await catalogue.assign(await catalogue.model("c"), POD)
+    await eventually(lambda: len(pod.agent.names) == 3, "the third")
+    assert is_ready()
+    assert [item["metadata"]["name"] for item in admin.objects("OmniModel")] == ["a", "b", "c"]
 
 
 # -- secrets --

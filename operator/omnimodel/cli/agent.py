@@ -127,7 +127,7 @@ async def serve(options: Options) -> None:
             )
             app = create_app(
                 agent,
-                PodAdmin(agent, controller, options.pod.name),
+                PodAdmin(agent, controller),
                 settings=Settings(drain_seconds=FASTER_SECONDS),
                 reporting=Told(controller.report, controller.wait_changed),
             )

@@ -118,9 +118,8 @@ async def serve(options: Options) -> None:
     registry = CollectorRegistry()
     measures = RoutingMeasures(registry)
     async with (_by_hand if options.agents else _by_cluster)(options, measures) as (backend, admin):
-        app = create_app(
-            backend, admin, settings=Settings(drain_seconds=options.drain_seconds), metrics_registry=registry
-        )
+        settings = Settings(drain_seconds=options.drain_seconds, needs_pool=False)
+        app = create_app(backend, admin, settings=settings, metrics_registry=registry)
         listening = await listen(app, options.host, options.port)
         print(f"listening on {listening.address}", file=sys.stderr, flush=True)
         closing = asyncio.create_task(_close_after(stops, app[GATEWAY].leaving, options.linger_seconds))

@@ -71,7 +71,7 @@ class PodController:
     ) -> None:
         self._kube = kube
         self._agent = agent
-        self._pod = pod
+        self.pod = pod
         self._namespaces = list(namespaces) or [""]
         self._clock = clock
         self._file = AppliedFile(state_dir, pod.name, *([memory] if memory else []))
@@ -79,6 +79,7 @@ class PodController:
         self._bell = asyncio.Event()
         self._changed = asyncio.Event()
         self._given: object = None
+        self._settled = False
         self._secrets: dict[tuple[str, str], tuple[str, Mapping[str, bytes]]] = {}  # with the hash it was read for
         self.refused: dict[str, OmniError] = {}
         labels = f"{POOL_LABEL}={pod.pool},{POOL_NAMESPACE_LABEL}={pod.pool_namespace}"
@@ -103,17 +104,31 @@ class PodController:
         """Since the API server's last sign of life."""
         return max(mirror.age_seconds for mirror in [self._pools, *self._processes])
 
+    @property
+    def settled(self) -> bool:
+        """Whether every model that was assigned at the start has been ready once, or has failed.
+
+        A pod is ready from then on, so that a change of all pods waits for the models of each.
+        """
+        if not self._settled and self._given is not None and self.applied is not None:
+            told = {f"{model.namespace}/{model.name}": model for model in self.report().models}
+            awaited = [process.key for process in self.applied.processes if not process.spec.suspend]
+            self._settled = all(
+                key in told and (told[key].ready or told[key].phase == "failed") for key in awaited
+            )  # fmt: skip
+        return self._settled
+
     async def run(self) -> None:
         """Reconcile until cancelled. Nothing that the API server does or does not do ends it."""
         await self._apply_kept()
-        recorder = Recorder(self._kube, "omni-agent", self._pod.name, clock=self._clock)
+        recorder = Recorder(self._kube, "omni-agent", self.pod.name, clock=self._clock)
         async with asyncio.TaskGroup() as tasks:
             for mirror in [self._pools, *self._processes]:
                 tasks.create_task(mirror.run())
             tasks.create_task(self._follow_agent(), name="agent-follow")
             tasks.create_task(self._loop(), name="reconcile")
             tasks.create_task(self.writer.run(), name="status")
-            tasks.create_task(beat(self._kube, self._pod), name="heartbeat")
+            tasks.create_task(beat(self._kube, self.pod), name="heartbeat")
             tasks.create_task(self._sweep(), name="sweep")
             tasks.create_task(
                 tell_events(recorder, self._agent.events.follow(follow=True), self._uid, clock=self._clock),
@@ -133,6 +148,7 @@ class PodController:
                 log.warning("kept_process_left_out model=%s error=%r", process.key, str(error))
         try:
             await self._agent.apply(processes, self.applied.pool)
+            self._given = ()
             log.info("kept_applied processes=%d", len(processes))
         except OmniError as error:
             log.warning("kept_not_applied error=%r", str(error))
@@ -196,7 +212,7 @@ class PodController:
                 log.exception("reconcile failed")
                 reason = error.reason if isinstance(error, OmniError) else Reason.INTERNAL
                 self._agent.events.add(
-                    "OmniPool", self._pod.pool_namespace, self._pod.pool, str(reason), str(error), warning=True
+                    "OmniPool", self.pod.pool_namespace, self.pod.pool, str(reason), str(error), warning=True
                 )
                 again = True
             if again:
@@ -292,7 +308,7 @@ class PodController:
             (
                 item
                 for item in items
-                if self._pod.name in (item["spec"].get("pods") or ()) and not item["metadata"].get("deletionTimestamp")
+                if self.pod.name in (item["spec"].get("pods") or ()) and not item["metadata"].get("deletionTimestamp")
             ),
             key=lambda item: (item["metadata"]["namespace"], item["metadata"]["name"]),
         )
@@ -305,19 +321,19 @@ class PodController:
         }
 
     def _pool(self) -> OmniPool | None:
-        item = self._pools.items.get((self._pod.pool_namespace, self._pod.pool))
+        item = self._pools.items.get((self.pod.pool_namespace, self.pod.pool))
         if item is None:
             return None
         try:
             return OmniPool.model_validate(item)
         except ValidationError as error:
-            raise _unreadable(f"OmniPool {self._pod.pool_namespace}/{self._pod.pool}", error) from None
+            raise _unreadable(f"OmniPool {self.pod.pool_namespace}/{self.pod.pool}", error) from None
 
     def _uid(self, kind: str, namespace: str, name: str) -> str:
         """The uid of an object that events are about."""
         if kind == "OmniModel":
             return self._assigned().get(f"{namespace}/{name}", "")
-        item = self._pools.items.get((self._pod.pool_namespace, self._pod.pool)) if kind == "OmniPool" else None
+        item = self._pools.items.get((self.pod.pool_namespace, self.pod.pool)) if kind == "OmniPool" else None
         return str(item["metadata"].get("uid", "")) if item else ""
 
     def _ring(self, *_: object) -> None:

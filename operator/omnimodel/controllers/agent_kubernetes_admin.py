@@ -21,16 +21,12 @@ class PodAdmin:
     Args:
         agent: of this pod.
         controller: knows what is assigned to it.
-        pod: its name.
         wall: Unix time.
     """
 
-    def __init__(
-        self, agent: LocalAgent, controller: PodController, pod: str, wall: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, agent: LocalAgent, controller: PodController, wall: Callable[[], float] = time.time) -> None:
         self._agent = agent
         self._controller = controller
-        self._pod = pod
         self._wall = wall
         self._before: dict[str, Mapping[str, Any]] = {}
 
@@ -38,7 +34,7 @@ class PodAdmin:
         """Whole objects of a kind, as far as this pod knows them, in the order of their names."""
         applied = self._controller.applied
         if applied is None:
-            return []
+            return [self._unknown_pool()] if kind == "OmniPool" else []
         report = self._controller.report()
         told = {f"{model.namespace}/{model.name}": model for model in report.models}
         match kind:
@@ -58,7 +54,7 @@ class PodAdmin:
         spec = process.spec
         status = model_status(
             generation=spec.generation,
-            pod=self._pod,
+            pod=self._controller.pod.name,
             report=report,
             refusal=None,
             suspended=spec.suspend,
@@ -83,11 +79,21 @@ class PodAdmin:
     def _pool(self, pool: OmniPool, report: AgentReport, models: int) -> Mapping[str, Any]:
         status = pool_status(
             generation=pool.metadata.generation,
-            report=report.pool,
+            report=report.pool if self._controller.settled else None,
             models=models,
             refusal=None,
             before=self._before.get("", {}),
             now_seconds=self._wall(),
+        )
+        self._before[""] = status
+        return {**pool.to_dict(), "status": status}
+
+    def _unknown_pool(self) -> Mapping[str, Any]:
+        """Its pool before anything is known of it."""
+        identity = self._controller.pod
+        pool = OmniPool.model_validate({"metadata": {"name": identity.pool, "namespace": identity.pool_namespace}})
+        status = pool_status(
+            generation=0, report=None, models=0, refusal=None, before=self._before.get("", {}), now_seconds=self._wall()
         )
         self._before[""] = status
         return {**pool.to_dict(), "status": status}

@@ -169,7 +169,9 @@ async def _readyz(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     ending = gateway.closing.is_set() or gateway.leaving.is_set()
     reasons = ["the gateway is being stopped"] if ending else []
-    pools = [item.get("status") or {} for item in gateway.admin.objects("OmniPool")]
+    pools = (
+        [item.get("status") or {} for item in gateway.admin.objects("OmniPool")] if gateway.settings.needs_pool else []
+    )
     unready = [status for status in pools if _condition(status, "Ready") == "False"]
     if pools and len(unready) == len(pools):
         reasons.append("no pool is ready")

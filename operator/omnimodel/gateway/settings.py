@@ -16,6 +16,8 @@ class Settings:
         buffered_bytes: bodies kept in memory at a time, of all requests; beyond it requests get 429.
         drain_seconds: so long requests in flight may go on when the gateway ends.
         admin_seconds: how long a wake or evict asked for over HTTP may take when the caller does not say.
+        needs_pool: whether it is ready only while a pool serves. One before many pods is there for whoever asks why
+            none does.
     """
 
     keepalive_seconds: float = 10.0
@@ -23,3 +25,4 @@ class Settings:
     buffered_bytes: int = 512 << 20
     drain_seconds: float = 30.0
     admin_seconds: float = 300.0
+    needs_pool: bool = True
