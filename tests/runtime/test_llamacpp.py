@@ -1,0 +1,76 @@
+"""The llamacpp engine with the real llama.cpp, as examples/llamacpp has it: compiled once, then out of uv's cache."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from agent.world import MIB, World, pool
+from example_models import manifests
+from omnimodel.agent.environments import _uv_environment
+from omnimodel.protocol import probe as probes
+from omnimodel.protocol.dispatch import InferenceRequest
+
+BUILD = "OMNI_TEST_BUILD"
+pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.root]
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    """The example; skips where its package would have to be compiled first."""
+    (found,) = manifests(folder="llamacpp").values()
+    if not os.environ.get(BUILD):
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
+        uv += ["--offline", "--no-build", "--dry-run"]  # wheels that were built before count as built
+        requirements = found["spec"]["runtime"]["environment"]["requirements"]
+        done = subprocess.run([*uv, *requirements], capture_output=True, text=True, check=False, env=_uv_environment())
+        if done.returncode:
+            pytest.skip(f"{requirements[0]} is not in uv's cache; compiling it takes minutes; set {BUILD}=1 for that")
+    return found
+
+
+async def test_llamacpp_answers_streams_leaves_and_comes_back(manifest, tmp_path):
+    world = World(tmp_path)
+    world.pool = pool(640 * MIB)
+    await world.agent.start()
+    try:
+        await world.apply(manifest, wait=False)
+        name = manifest["metadata"]["name"]
+        await world.until(lambda: world.report(name).phase in {"serving", "idle", "failed"}, name, 1800)
+        assert world.report(name).ready, world.report(name)
+        text = await answer(world, name)
+        assert "Paris" in text
+        events = (await ask(world, name, stream=True)).split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+
+        engine = world.instance(name).process
+        assert engine.private_bytes() < 64 * MIB  # of the process beside the engine
+        await world.agent.evict("default", name, 30)
+        report = world.report(name)
+        assert (report.tier, report.device_bytes) == ("warm", 0)
+        assert len(engine.group.pids()) == 1  # the engine itself has ended
+        assert await asyncio.gather(*(answer(world, name) for _ in range(4))) == [text] * 4
+        assert world.report(name).wakes == 2
+        world.check_ledger()
+    finally:
+        await world.agent.stop(5.0)
+
+
+async def ask(world, name, **more):
+    """What the example's probe asks; the whole body of the answer."""
+    request = probes.request(world.manifests[name]["spec"]["probe"])
+    body = json.dumps({**json.loads(request.body), **more}).encode()
+    async with world.agent.open(
+        InferenceRequest(name, request.method, request.path, dict(request.headers), body, None)
+    ) as response:
+        assert response.status == 200
+        return b"".join([chunk async for chunk in response.body]).decode()
+
+
+async def answer(world, name):
+    return json.loads(await ask(world, name))["choices"][0]["message"]["content"]
