@@ -14,6 +14,8 @@ from gguf.quants import quantize
 from omnimodel.errors import ImageError
 from omnimodel.memory.readers import checkpoint, ctranslate2, gguf, npz, safetensors
 
+F32 = struct.pack("<4f", 1, 2, 3, 4)
+
 
 def floats(*shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
