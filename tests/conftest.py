@@ -9,7 +9,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: answers are compared to the bit
 
 from cluster.cluster import build
-from cluster.fixtures import GIVEN, api_cluster, missing, namespace, node_cluster, node_namespace
+from cluster.fixtures import GIVEN, api_cluster, missing, namespace, node_cluster, node_namespace, pod_images
 from leftovers import nothing_left
 from runtime.fixtures import fork_server, frames, new_child, package, packages, published_images
 
@@ -24,6 +24,7 @@ __all__ = [
     "nothing_left",
     "package",
     "packages",
+    "pod_images",
     "published_images",
 ]
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 from cluster.access import NODE, ask, write_certificates, write_kubeconfigs
 from cluster.connection import ClusterError, Connection
-from cluster.host import Process, add_link, cgroups, free_ports, remove_cgroup, wait_for_link_to_go
+from cluster.host import Process, add_link, cgroups, free_ports, remove_cgroup, remove_link
 from cluster.image import write_image
 
 Level = Literal["api", "node"]
@@ -150,7 +150,7 @@ class Cluster(Connection):
         for process in reversed(self.processes.values()):
             process.kill()
         if self.number is not None:
-            wait_for_link_to_go(self.number)
+            remove_link(self.number)
             for group in cgroups(self.number):
                 remove_cgroup(group)
         self.processes, self.number = {}, None

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.cluster import Cluster, Level
 from cluster.connection import ClusterError, Connection
+from cluster.images import GIVEN_AGENT, GIVEN_OPERATOR, Images, build, given, recipe
 
 ROOT = Path(__file__).parents[2]
 GIVEN = "OMNI_TEST_KUBECONFIG"
@@ -43,16 +44,17 @@ def running(level: Level, folder: Path) -> Iterator[Connection]:
     """A cluster with the CRDs: the one given, or one that is started in the folder and ended with the session."""
     kubeconfig = os.environ.get(GIVEN, "")
     if kubeconfig:
-        given = Connection.given(Path(kubeconfig))
-        install_crds(given)
-        yield given
+        cluster = Connection.given(Path(kubeconfig))
+        install_crds(cluster)
+        yield cluster
         return
     why_not = missing(level)
     if why_not:
         pytest.skip(why_not)
-    with Cluster(folder, level, orphans=False) as cluster:
-        install_crds(cluster)
-        yield cluster
+    shared = recipe().mounted() if level == "node" else ()
+    with Cluster(folder, level, shared=shared, orphans=False) as started:
+        install_crds(started)
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +67,15 @@ def api_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection
 def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
     """A cluster with one node, which runs real pods, with the CRDs."""
     yield from running("node", tmp_path_factory.mktemp("node") / "cluster")
+
+
+@pytest.fixture(scope="session")
+def pod_images(node_cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    """Images of the operator and of the agent that nodes of `node_cluster` have."""
+    found = given() or build(node_cluster, tmp_path_factory.mktemp("images"))
+    if found is None:
+        pytest.skip(f"no images for the cluster that was given: name them in {GIVEN_OPERATOR} and {GIVEN_AGENT}")
+    return found
 
 
 def own_namespace(cluster: Connection) -> Iterator[str]:
@@ -87,4 +98,4 @@ def node_namespace(node_cluster: Connection) -> Iterator[str]:
     yield from own_namespace(node_cluster)
 
 
-__all__ = ["ClusterError", "api_cluster", "namespace", "node_cluster", "node_namespace"]
+__all__ = ["ClusterError", "api_cluster", "namespace", "node_cluster", "node_namespace", "pod_images"]
