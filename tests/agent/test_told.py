@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def told(world, name: str) -> list[str]:
@@ -36,13 +36,16 @@ async def test_a_wrong_answer_is_an_event_and_no_readiness(world):
 
 async def test_who_waits_for_another_to_be_published_is_queued(world):
     phases = set()
+    requests = set()
     manifests = [world.manifest(f"q{seed}", seed=40 + seed) for seed in (1, 2, 3)]
     await world.apply(*manifests, wait=False)
 
     def all_serve() -> bool:
         reports = [world.report(f"q{seed}") for seed in (1, 2, 3)]
         phases.update(report.phase for report in reports)
+        requests.update(report.waiting + report.in_flight for report in reports)
         return all(report.ready for report in reports)
 
     await world.until(all_serve, "all serve")
     assert "queued" in phases
+    assert requests == {0}, "nobody has asked them anything: the probe is no request"

@@ -43,6 +43,7 @@ class Waiter:
             self.admitted.cancel()
         elif self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None:
             line.in_flight -= 1
+            line.system_in_flight -= self.system
             if line.in_flight == 0:
                 line.empty.set()
         line.changed()
@@ -57,6 +58,7 @@ class Line:
         concurrency: how many may be in flight at once.
         limit: how many may wait.
         changed: called after every change, so that the broker looks again.
+        system_in_flight: how many of those in flight are the agent's own.
         owed: waiters that the last wake was made for and that are not admitted yet; they protect it from eviction.
         gap_seconds: moving mean of the time between arrivals; infinite until there were two.
         last_arrival_seconds: monotonic; minus infinity before the first.
@@ -68,6 +70,7 @@ class Line:
     changed: Callable[[], None]
     waiting: deque[Waiter] = field(default_factory=deque)
     in_flight: int = 0
+    system_in_flight: int = 0
     owed: int = 0
     gap_seconds: float = math.inf
     last_arrival_seconds: float = -math.inf
@@ -103,6 +106,7 @@ class Line:
             self.owed = max(0, self.owed - 1)
             if not waiter.admitted.done():
                 self.in_flight += 1
+                self.system_in_flight += waiter.system
                 self.empty.clear()
                 waiter.admitted.set_result(None)
 
