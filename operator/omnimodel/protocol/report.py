@@ -27,9 +27,9 @@ class ModelReport:
     Args:
         generation: of the spec that serves.
         tier: `resident`, `warm`, `parked` or `cold`.
-        phase: what is being done: `fetching`, `building`, `queued` (to be published), `publishing`, `starting`, `waking`,
-            `probing`, `draining`, `evicting`, `serving`, `idle`, `failed`, `suspended`; `progress` is its share done (0
-            to 1), below 0 when unknown.
+        phase: what is being done: `fetching`, `building`, `queued` (to be published), `publishing`, `starting`,
+            `waking`, `probing`, `draining`, `evicting`, `serving`, `idle`, `failed`, `suspended`; `progress` is its
+            share done (0 to 1), below 0 when unknown.
         ready: it serves, or can be woken.
         reason, message: a `Reason` and a sentence when it is not ready; otherwise why it has the tier it has.
         weights_bytes, working_bytes: the measured footprint; 0 while unknown.
