@@ -260,6 +260,24 @@ async def test_a_silent_agent_is_lost_and_what_it_holds_goes_elsewhere(
     assert (await asked).status == 200
 
 
+async def test_an_agent_that_is_lost_in_the_moment_it_begins_loses_nothing(cluster: Cluster) -> None:
+    lines = cluster.add(awake=False, tier="warm")
+    await cluster.known()
+    seats = [cluster.backend.seats[pod.listening.address] for pod in cluster.pods]
+    for round_ in range(40):
+        for line in lines:
+            line.awake.clear()
+        asked = [asyncio.create_task(cluster.post(json=chat())) for _ in range(6)]
+        await until(lambda: sum(line.waiting for line in lines) == 6)
+        for line in lines:
+            line.awake.set()
+        await asyncio.sleep(round_ % 8 * 0.0005)
+        cluster.backend._out(seats[round_ % 2], "it is stopping")
+        assert {response.status for response in await asyncio.gather(*asked)} == {200}
+        cluster.pods[round_ % 2].reporter.tell()
+        await until(lambda: all(seat.there for seat in seats))
+
+
 async def test_requests_wait_for_the_only_agent_to_come_back(cluster: Cluster) -> None:
     cluster.pods[0].add("m", tier="resident")
     await cluster.known(pods=1)

@@ -89,7 +89,7 @@ class RemoteAgent:
         self.address = address.rstrip("/")
         self.name = name or self.address.partition("//")[2]
         self.snapshot: Snapshot | None = None
-        self._held: set[asyncio.Timeout] = set()
+        self._held: dict[asyncio.Timeout, _Body] = {}
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -147,7 +147,8 @@ class RemoteAgent:
 
     def lose(self) -> None:
         """End what it holds: it is dead, or will be. What a model of it has taken goes on."""
-        for held in list(self._held):
+        for held, body in list(self._held.items()):
+            body.lost = True  # at once: the agent may be asking for it in this moment
             with suppress(RuntimeError):  # it ends already
                 held.reschedule(0.0)
 
@@ -197,10 +198,10 @@ class RemoteAgent:
         fresh = False
         while True:
             held = asyncio.timeout_at(limit)
-            body.on_taken = partial(self._held.discard, held)
+            body.lost, body.on_taken = False, partial(self._held.pop, held, None)
             try:
                 async with held:
-                    self._held.add(held)
+                    self._held[held] = body
                     return await self.session.request(
                         request.method,
                         url,
@@ -218,7 +219,7 @@ class RemoteAgent:
                     continue
                 raise NotSentError(_unreachable(self.name, request, error), lost=True) from error
             finally:
-                self._held.discard(held)
+                self._held.pop(held, None)
 
     async def _chunks(
         self, response: aiohttp.ClientResponse, request: InferenceRequest, exchange: str
@@ -267,11 +268,14 @@ class _Body:
 
     def __init__(self, content: bytes | AsyncIterator[bytes]) -> None:
         self.taken = False
+        self.lost = False
         self.done = content == b""
-        self.on_taken: Callable[[], None] = _nothing
+        self.on_taken: Callable[[], object] = _nothing
         self._content = content
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self.lost:
+            raise ConnectionResetError("the agent is lost")
         self.taken = True
         self.on_taken()
         if isinstance(self._content, bytes):
