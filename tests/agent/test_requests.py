@@ -9,7 +9,7 @@ import pytest
 
 from omnimodel.errors import DispatchError, Reason
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 
 def two_that_exclude_each_other(world) -> list[dict]:

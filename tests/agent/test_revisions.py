@@ -8,7 +8,7 @@ import pytest
 from agent.world import HANDLER, MIB, command
 from omnimodel.errors import DispatchError, Reason
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 DOUBLED = HANDLER.replace('return {"sum": float', 'return {"sum": 2 * float')
 

@@ -11,7 +11,7 @@ from agent.world import MIB, World
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.ledger import Kind
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 
 def four(world: World) -> list[dict]:
