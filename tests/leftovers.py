@@ -99,7 +99,7 @@ def groups(folder: Path) -> list[Path]:
     depth = len(folder.parts) + STATE_DEPTH
     named = set()
     for root, folders, _ in os.walk(folder):
-        named.add(parent_name(root))
+        named |= {parent_name(root), parent_name(f"{root}/state")}  # also one that was removed since
         if len(Path(root).parts) >= depth:
             folders.clear()
     return [path for path in found if path.name in named]
