@@ -99,7 +99,7 @@ class Proxy:
         timeout = aiohttp.ClientTimeout(total=None if watch else 60)
         try:
             async with self._client.request(
-                request.method, url, headers=headers, data=await request.read(), timeout=timeout
+                request.method, url, headers=headers, data=await request.read() or None, timeout=timeout
             ) as answer:
                 if not watch:
                     body = await answer.read()

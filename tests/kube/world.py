@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,8 @@ from omnimodel.controllers.status import pod_entry, residency_entry
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, KubeError, Mirror
 from omnimodel.kube.election import micro_time
 from omnimodel.protocol.report import ModelReport, PoolReport
+
+log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 60.0
 GIB = 1 << 30
@@ -295,7 +297,7 @@ class Agents:
         try:
             await self._follow()
         except Exception:
-            traceback.print_exc()
+            log.exception("the agents ended")
             raise
 
     async def _follow(self) -> None:
@@ -309,7 +311,7 @@ class Agents:
                 try:
                     await self._pod(name, pod, label)
                 except KubeError as error:  # as an agent does: later again
-                    print(f"agent of {name}: {error}", flush=True)
+                    log.info("agent of %s: %s", name, error)
             for key in [key for key in self._up if key not in pods]:
                 del self._up[key]
             await asyncio.sleep(0.05)
