@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from packaging.requirements import Requirement
 PREFIX = Path("usr/local")
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 MERGED = ("bin", "lib", "lib32", "lib64", "sbin")  # folders of / that are links into /usr, as in Debian
-SKIPPED = ("__pycache__", "site-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "config-*")
+SKIPPED = ("site-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "config-*")
 MOUNTED = (Path("/usr"), Path(sys.base_prefix), Path(sys.prefix))
 NAMES = {
     "etc/passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\nomni:x:65532:65532:omni:/tmp:/usr/sbin/nologin\n",
@@ -113,14 +114,20 @@ def _copy_distribution(distribution: importlib.metadata.Distribution, packages: 
         if ".." in file.parts or "__pycache__" in file.parts or file.suffix == ".pth" or not source.is_file():
             continue  # scripts, and what an editable install points at
         target = packages / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
+        _copy(source, target)
+        # Where nothing can be written, each start would compile everything anew.
+        if source.suffix == ".py" and os.path.exists(compiled := importlib.util.cache_from_source(source)):
+            _copy(Path(compiled), target.parent / "__pycache__" / Path(compiled).name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
 
 
 def _copy_package(packages: Path) -> None:
     """The package itself, which an editable install has elsewhere."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(package_folder(), packages / "omnimodel", ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(package_folder(), packages / "omnimodel", dirs_exist_ok=True)
 
 
 def _copy_libraries(root: Path, linked: Iterable[Path]) -> None:

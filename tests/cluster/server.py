@@ -52,7 +52,7 @@ class Server:
     _connection: http.client.HTTPConnection = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=150)
 
     def ask(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json", **query: str
