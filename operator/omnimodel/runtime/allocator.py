@@ -15,6 +15,9 @@ def bound_retention() -> None:
     By default the threshold above which a block has pages of its own grows with the blocks that are freed, so that a
     model with activations of 16 MiB came to hold 128 MiB. Fixing it costs page faults for each large block, and none
     for the small ones.
+
+    All threads share one arena: only of the first one does malloc_trim give back the end, and the thread that computes
+    kept up to 12 MiB there after an evict. Threads rarely allocate at the same time, since the interpreter has a lock.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -22,4 +25,4 @@ def bound_retention() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-    mallopt(_M_ARENA_MAX, 2)
+    mallopt(_M_ARENA_MAX, 1)
