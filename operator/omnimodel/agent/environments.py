@@ -33,6 +33,7 @@ Progress = Callable[[str], None]  # one line of what uv says
 
 _ADDED = re.compile(r"^ \+ (\S+)==(\S+)(?: \(from (\S+)\))?$")
 _LAST_LINES = 6
+_NOT_CACHED = re.compile(r"network (connectivity )?(is|was) disabled", re.IGNORECASE)  # uv, when it fails of --offline
 _LOCK_SECONDS = 0.1
 _MARKER = "environment.json"
 _SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -138,13 +139,15 @@ class Environments:
     async def _install(self, subject: str, added: Sequence[str], staging: Path, hear: Progress) -> None:
         plan = staging / "plan.txt"
         plan.write_text("".join(f"{requirement}\n" for requirement in added))
-        finished = await _uv(
-            [
-                *("--target", str(staging / "packages"), "--no-deps", "--requirement", str(plan)),
-                *("--compile-bytecode", "--link-mode", "copy"),  # read-only later; no file shared with the cache
-            ],
-            hear,
-        )
+        arguments = [
+            *("--target", str(staging / "packages"), "--no-deps", "--requirement", str(plan)),
+            *("--compile-bytecode", "--link-mode", "copy"),  # read-only later; no file shared with the cache
+        ]
+        # First out of uv's cache alone: behind an index that says nothing of how long its files hold, uv fetches an
+        # sdist anew each time, and compiles it again, which for some packages takes minutes.
+        finished = await _uv(["--offline", *arguments], hear)
+        if finished.code != 0 and _NOT_CACHED.search(finished.text):
+            finished = await _uv(arguments, hear)
         if finished.code != 0:
             raise _refusal(subject, finished, {})
 
