@@ -92,9 +92,19 @@ class Probed:
 
     async def ask(self, path: str) -> tuple[int, str]:
         """Status and text of a probe."""
-        url = await until(self.url, "the operator's port")
-        async with aiohttp.ClientSession() as session, session.get(f"{url}{path}") as answer:
-            return answer.status, await answer.text()
+
+        async def answered() -> tuple[int, str] | None:
+            url = await self.url()
+            if not url:
+                return None
+            try:
+                async with aiohttp.ClientSession() as session, session.get(f"{url}{path}") as answer:
+                    return answer.status, await answer.text()
+            except aiohttp.ClientError:  # it is being started anew
+                return None
+
+        found: tuple[int, str] = await until(answered, "the operator answers")
+        return found
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all its labels but those given."""
@@ -134,6 +144,10 @@ class OperatorProcess(Probed):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """Kill it, and start it no more."""
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -319,7 +333,8 @@ class Agents:
     async def _pod(self, name: str, pod: Item, label: str) -> None:
         kube, namespace = self._world.kube, self._world.namespace
         uid = pod["metadata"]["uid"]
-        if self._up.get(name) != uid:
+        entries = ((self._world.see(POOLS, label) or {}).get("status") or {}).get("pods") or ()
+        if self._up.get(name) != uid or name not in {entry["pod"] for entry in entries}:
             for key in [key for key in self._said if key[0] == name]:
                 del self._said[key]
             await kube.patch_status(PODS, name, namespace, _running(), manager="kubelet")
