@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from omnimodel.api import GROUP, OmniPool
@@ -232,7 +233,7 @@ def _resources(pool: OmniPool) -> dict[str, Any]:
     return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
 
 
-def _cores(cores: float) -> str:
+def _cores(cores: Fraction) -> str:
     millis = round(cores * 1000)
     return str(millis // 1000) if millis % 1000 == 0 else f"{millis}m"
 
