@@ -305,12 +305,12 @@ class Operator:
     def _put(self, kind: Kind, item: Mapping[str, Any]) -> None:
         taken, before = self.cache.put(kind, item)
         if taken:
-            self.reconciler.changed(kind, before, self.cache.items[kind][key_of(item)])
+            self.reconciler.news.changed(kind, before, self.cache.items[kind][key_of(item)])
 
     def _drop(self, kind: Kind, key: Key, uid: str = "") -> None:
         known = self.cache.drop(kind, key, uid)
         if known is not None:
-            self.reconciler.changed(kind, known, None)
+            self.reconciler.news.changed(kind, known, None)
 
     # Sweeping
 
@@ -358,7 +358,7 @@ class Operator:
                     if version_of(same) == version and version <= at:
                         log.info("missed deletion kind=%s namespace=%s name=%s", kind.plural, *key)
                         self._drop(kind, key)
-        self.reconciler.all()
+        self.reconciler.news.all()
 
     async def _check_definitions(self) -> None:
         """See whether the CRDs are as new as we are."""

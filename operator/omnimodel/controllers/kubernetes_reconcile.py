@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
-from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
+from omnimodel.controllers.kubernetes_cache import Cache, Key
 from omnimodel.controllers.kubernetes_children import AgentSettings, replicas_of
-from omnimodel.controllers.kubernetes_pods import PodView, index_of
+from omnimodel.controllers.kubernetes_news import News, Round
+from omnimodel.controllers.kubernetes_pods import PodView
 from omnimodel.controllers.kubernetes_queue import KeyedQueue
 from omnimodel.controllers.kubernetes_references import References
 from omnimodel.controllers.kubernetes_snapshot import (
@@ -32,11 +33,11 @@ from omnimodel.controllers.kubernetes_snapshot import (
 from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of
 from omnimodel.controllers.status import Refusal, condition_list
 from omnimodel.errors import ManifestError
-from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, Recorder
+from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kind, Kube, Recorder
 
 log = logging.getLogger(__name__)
 
-Round = tuple[str, str, str]  # "pool" or "model", namespace, name
+FAULT_SECONDS = 30.0  # between two looks at what only a person can change
 HURRY_SECONDS = 120.0  # pods that go are kept so long for models that are not served elsewhere yet
 TICK_SECONDS = 5.0
 BYTES_SECONDS = 10.0  # between two writes of a pool's status that differ in bytes alone
@@ -75,77 +76,15 @@ class Reconciler:
         self._clock = clock
         self._wall = wall
         self.queue: KeyedQueue[Round] = KeyedQueue(self._round, done=self._finished, delay_of=delay_of)
+        self.news = News(cache, self.queue.add, clock)
         self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
         self.outdated: Refusal | None = None
-        self._beats: dict[Key, tuple[object, float]] = {}
-        self._away: dict[Key, float] = {}
         self._states: dict[Key, object] = {}
         self._assigned: dict[Key, tuple[Key, Assigned]] = {}  # model -> pool, and what its round said
         self._live: dict[Key, frozenset[str]] = {}
         self._faults: dict[Key, Refusal] = {}
         self._shrinking: dict[Key, float] = {}
         self._bytes_written: dict[Key, float] = {}
-
-    # News
-
-    def changed(self, kind: Kind, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
-        """An object of the cache is another one now; None for none."""
-        some = item if item is not None else before
-        if some is None:
-            return
-        key: Key = (some["metadata"].get("namespace", ""), some["metadata"]["name"])
-        if kind is MODELS:
-            self._model_changed(key, before, item)
-        elif kind is POOLS:
-            self._pool_changed(key, before, item)
-        elif kind is PROCESSES:
-            self.queue.add(("model", *key))
-        elif kind is LEASES:
-            self._heartbeat(key, item)
-        else:
-            pool = (some["metadata"].get("labels") or {}).get(POOL_LABEL, key[1] if kind is not PODS else "")
-            if pool:
-                self.queue.add(("pool", key[0], pool))
-
-    def _model_changed(self, key: Key, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
-        self.queue.add(("model", *key))
-        if _stamp(before) != _stamp(item):
-            for name in {_pool_name(before), _pool_name(item)} - {""}:
-                pool = self._cache.pool_key(key, name)
-                if pool is not None:
-                    self.queue.add(("pool", *pool))
-            for rival in self._cache.rivals(_names(before) | _names(item)) - {key}:
-                self.queue.add(("model", *rival))
-        elif _for_placement(before) != _for_placement(item):
-            pool = self._cache.pool_key(key, _pool_name(item))
-            if pool is not None:
-                self.queue.add(("pool", *pool))
-
-    def _pool_changed(self, key: Key, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
-        self.queue.add(("pool", *key))
-        if before is None or item is None or _stamp(before) != _stamp(item):
-            for model in self._cache.models_naming(key[1]):
-                self.queue.add(("model", *model))
-
-    def _heartbeat(self, key: Key, item: Mapping[str, Any] | None) -> None:
-        if item is None:
-            self._beats.pop(key, None)
-            return
-        renewed = (item.get("spec") or {}).get("renewTime")
-        known = self._beats.get(key)
-        if known is None or known[0] != renewed:
-            self._beats[key] = (renewed, self._clock())
-        if known is None:
-            pool = (item["metadata"].get("labels") or {}).get(POOL_LABEL, "")
-            if pool:
-                self.queue.add(("pool", key[0], pool))
-
-    def all(self) -> None:
-        """Have a round for everything there is."""
-        for key in list(self._cache.items[POOLS]):
-            self.queue.add(("pool", *key))
-        for key in {*self._cache.items[MODELS], *self._cache.items[PROCESSES]}:
-            self.queue.add(("model", *key))
 
     async def tick(self) -> None:
         """Notice what changes by time alone, until cancelled."""
@@ -156,7 +95,7 @@ class Reconciler:
                 pool = self._cache.pool(key)
                 if not isinstance(pool, OmniPool):
                     continue
-                pods = self._pods(key, pool)
+                pods = self.news.views(key, pool)
                 state = tuple((pod.name, pod.serves(now), pod.lost(now), pod.gone(now)) for pod in pods)
                 hurry = now - self._shrinking.get(key, now) > HURRY_SECONDS
                 if self._states.get(key) != (state, hurry):
@@ -177,30 +116,6 @@ class Reconciler:
         else:
             await self._model((rest[0], rest[1]))
 
-    def _pods(self, key: Key, pool: OmniPool) -> list[PodView]:
-        """Pods there are, and those there will be, by number."""
-        found = self._cache.pods_of(key)
-        status = (self._cache.items[POOLS].get(key) or {}).get("status") or {}
-        entries = {entry["pod"]: entry for entry in status.get("pods") or ()}
-        now = self._clock()
-        names = {f"{key[1]}-{index}": index for index in range(replicas_of(pool))}
-        for name in found:
-            index = index_of(key[1], name)
-            if index >= 0:
-                names[name] = index
-        views = []
-        for name, index in sorted(names.items(), key=lambda pair: pair[1]):
-            beat = self._beats.get((key[0], name))
-            heard = beat[1] if beat else None
-            view = PodView(name, index, found.get(name), entries.get(name, {}), heard, None)
-            if view.serves(now):
-                self._away.pop((key[0], name), None)
-                views.append(view)
-            else:
-                since = self._away.setdefault((key[0], name), now)
-                views.append(PodView(name, index, view.item, view.entry, heard, since))
-        return views
-
     async def _pool(self, key: Key) -> None:
         pool = self._cache.pool(key)
         if pool is None:
@@ -218,6 +133,8 @@ class Reconciler:
                     written |= await self._writer.child(child, pool.metadata.uid)
             except FaultError as error:
                 fault = error.refusal
+        if fault is not None:
+            self.queue.add(("pool", *key), FAULT_SECONDS)
         if fault != self._faults.get(key):
             self._faults.pop(key, None)
             if fault is not None:
@@ -243,7 +160,7 @@ class Reconciler:
             pool=pool,
             status=item.get("status") or {},
             models=[view for model in self._cache.models_of(key) if (view := self._view(model)) is not None],
-            pods=self._pods(key, pool),
+            pods=self.news.views(key, pool),
             live_replicas=replicas,
             hurry=now - self._shrinking.get(key, now) > HURRY_SECONDS,
             fault=self._faults.get(key),
@@ -343,6 +260,7 @@ class Reconciler:
                 await self._writer.delete_process(key)
         except FaultError as error:
             fault = error.refusal
+            self.queue.add(("model", *key), FAULT_SECONDS)
             decision = self._decide_model(key, model, pool_key, assigned, config, fault)
         if await self._writer.status(MODELS, key, decision.status) and decision.refusal is not None:
             item = self._cache.items[MODELS].get(key)
@@ -397,7 +315,7 @@ class Reconciler:
         entries = ((self._cache.get(MODELS, key) or {}).get("status") or {}).get("residency") or ()
         if not entries:
             return
-        pods = self._pods(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
+        pods = self.news.views(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
         for entry in list(entries):
             if self._entry_is_dead(entry["pod"], pods):
                 await self._writer.clear_entry(MODELS, key, "residency", entry["pod"])
@@ -432,31 +350,6 @@ class Reconciler:
 def _key_of(text: str) -> Key:
     namespace, _, name = text.partition("/")
     return namespace, name
-
-
-def _stamp(item: Mapping[str, Any] | None) -> object:
-    if item is None:
-        return None
-    metadata = item["metadata"]
-    return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp")
-
-
-def _pool_name(item: Mapping[str, Any] | None) -> str:
-    return str(((item or {}).get("spec") or {}).get("pool", "default")) if item is not None else ""
-
-
-def _names(item: Mapping[str, Any] | None) -> set[str]:
-    if item is None:
-        return set()
-    extra = (item.get("spec") or {}).get("servedNames") or ()
-    return {item["metadata"]["name"], *(n if isinstance(n, str) else str(n.get("name")) for n in extra)}
-
-
-def _for_placement(item: Mapping[str, Any] | None) -> object:
-    """What placement reads of a model's status."""
-    status = (item or {}).get("status") or {}
-    entries = status.get("residency") or ()
-    return sorted((entry["pod"], bool(entry.get("ready"))) for entry in entries), status.get("footprint")
 
 
 def _essence(said: tuple[Key, Assigned]) -> object:
