@@ -78,6 +78,8 @@ async def test_a_wake_starts_the_server_and_an_evict_stops_it(started):
         await child.command(Evict())
         pids = [int(line.split()[-1]) for line in child.log().splitlines() if line.startswith("engine starts")]
         assert not any(exists(pid) for pid in pids)
+        await child.session.close()  # the connections it keeps end with the engine
+        child.connect()
         assert (await child.post("/echo", data=b"x"))[0] == 503
 
 
