@@ -221,7 +221,10 @@ async def test_the_budget_follows_an_edit_of_the_pool(world):
     world.pool = world.pool.model_validate(body)
     try:
         await world.apply(*world.manifests.values())
-        await world.until(lambda: world.ledger.device.capacity_bytes == 64 * MIB, "the smaller budget holds")
+        device = world.ledger.device
+        await world.until(
+            lambda: device.capacity_bytes == 64 * MIB and not device.surplus_frames(), "the smaller budget holds"
+        )
         world.check_ledger()
         for seed in (1, 2, 3):
             assert await world.ask(f"m{seed}") == pytest.approx(world.answer(8, seed))
