@@ -31,7 +31,7 @@ test: setup lint drift  ## Lint, drift checks, then every test but those that ne
 	$(BIN)/pytest -m "not cluster_node" $(ARGS)
 
 test-cluster: setup  ## The tests on a real Kubernetes node; needs root, and Go for the first build
-	$(BIN)/pytest -m cluster_node $(ARGS)
+	$(BIN)/pytest -m cluster_node $(ARGS) || [ $$? -eq 5 ]  # 5: none of the tests that ARGS names needs a node
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check operator tests
