@@ -54,6 +54,8 @@ class Proxy:
         self.writers: list[str] = []  # user agents of writes, in order
         self.before: Trouble = no_trouble
         self.after: Trouble = no_trouble
+        self.flowing = asyncio.Event()  # while it is clear, watches say nothing
+        self.flowing.set()
         self._watches: set[asyncio.Task[object]] = set()
 
     async def __aenter__(self) -> Self:
@@ -121,6 +123,7 @@ class Proxy:
         try:
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
+                await self.flowing.wait()
                 await response.write(chunk)
         except (asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
             if request.transport is not None:

@@ -265,8 +265,8 @@ class World:
         try:
             await until(lambda: not lacking(), "models are Ready", seconds)
         except AssertionError:
-            left = {name: conditions(self.see(MODELS, name)) for name in lacking()[:5]}
-            raise AssertionError(f"not Ready: {left}") from None
+            left = {name: (self.see(MODELS, name) or {}).get("status") for name in lacking()[:3]}
+            raise AssertionError(f"not Ready: {left}; pools: {self.all(POOLS)}") from None
 
 
 class Agents:

@@ -11,7 +11,9 @@ from aiohttp import web
 
 from kube.proxy import WRITES, Proxy, status
 from kube.world import Agents, World, conditions, is_ready, model, pool, until
+from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, SERVICES, STATEFUL_SETS
+from omnimodel.protocol.report import ModelReport
 
 OURS = "omnimodel/operator"
 KILLS = 10
@@ -156,6 +158,34 @@ async def _none(_: web.Request) -> web.Response | None:
     return None
 
 
+async def test_what_the_answer_to_a_write_shows_is_news(world: World, agents: Agents, proxy: Proxy, start) -> None:
+    """An agent wrote between the operator's decision and its write: the watch tells it too late to be news."""
+    await start("one", proxy.kubeconfig)
+    await world.apply(pool("gpu", world.namespace), model("x", world.namespace))
+    await world.ready("x")
+    agents.held.clear()
+    written = asyncio.Event()
+
+    async def agent_first(request: web.Request) -> web.Response | None:
+        if request.path.endswith("/omnimodels/a/status") and not written.is_set():
+            proxy.flowing.clear()
+            report = ModelReport(world.namespace, "a", 1, "warm", "idle", ready=True)
+            entry = {"residency": [residency_entry("gpu-0", report)]}
+            await world.kube.patch_status(MODELS, "a", world.namespace, entry, manager="omni-agent.gpu-0")
+            written.set()
+        return None
+
+    async def watch_last(request: web.Request) -> web.Response | None:
+        if request.path.endswith("/omnimodels/a/status"):
+            asyncio.get_running_loop().call_later(1.0, proxy.flowing.set)
+        return None
+
+    proxy.before, proxy.after = agent_first, watch_last
+    await world.apply(model("a", world.namespace))
+    await world.ready("a", seconds=20)
+    proxy.flowing.set()
+
+
 async def test_conflicts_refusals_and_a_slow_server_only_delay(
     world: World, agents: Agents, proxy: Proxy, start
 ) -> None:
@@ -165,7 +195,7 @@ async def test_conflicts_refusals_and_a_slow_server_only_delay(
         await asyncio.sleep(0.05)
         if not of_round(request):
             return None
-        match next(storm) % 4:
+        match next(storm) % 7:
             case 0:
                 return status(409, "Conflict", "the object has been modified")
             case 1:

@@ -77,6 +77,7 @@ class Reconciler:
         self._wall = wall
         self.queue: KeyedQueue[Round] = KeyedQueue(self._round, done=self._finished, delay_of=delay_of)
         self.news = News(cache, self.queue.add, clock)
+        writer.changed = self.news.changed
         self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
         self.outdated: Refusal | None = None
         self._states: dict[Key, object] = {}

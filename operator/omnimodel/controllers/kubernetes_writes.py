@@ -11,13 +11,16 @@ from omnimodel.controllers.kubernetes_children import Child, differences, owned_
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
-from omnimodel.kube import POOLS, PROCESSES, Kind, Kube, KubeError
+from omnimodel.kube import POOLS, PROCESSES, Kind, Kube, KubeError, key_of
 
 log = logging.getLogger(__name__)
 
 MANAGER = "omni-operator"
 CONDITIONS = frozenset({"Ready", "Reconciling", "Stalled", "NameConflict"})
 RETRY_SECONDS = 2.0
+
+
+Changed = Callable[[Kind, Mapping[str, Any] | None, Mapping[str, Any] | None], None]
 
 
 class NotLeadingError(Exception):
@@ -44,6 +47,8 @@ class Writer:
         cache: gets the answer to each write.
         hearing: is told that the watch has to bring it.
         leads: whether this one may write.
+
+    `changed` is told of objects that the answer to a write shows to be others than before.
     """
 
     def __init__(self, kube: Kube, cache: Cache, hearing: Hearing, leads: Callable[[], bool]) -> None:
@@ -51,6 +56,7 @@ class Writer:
         self._cache = cache
         self._hearing = hearing
         self._leads = leads
+        self.changed: Changed = lambda *_: None
         self._tolerated: dict[tuple[Kind, Key], tuple[str, ...]] = {}
 
     def _guard(self) -> None:
@@ -58,8 +64,11 @@ class Writer:
             raise NotLeadingError
 
     def _took(self, kind: Kind, answer: dict[str, Any]) -> None:
-        self._cache.put(kind, answer)
+        """Take the answer to a write. It may hold what others wrote meanwhile, which is no news any more when it comes."""
+        taken, before = self._cache.put(kind, answer)
         self._hearing.expect(kind, version_of(answer))
+        if taken:
+            self.changed(kind, before, self._cache.items[kind][key_of(answer)])
 
     async def child(self, child: Child, owner_uid: str) -> bool:
         """Make a child of a pool what it should be; whether something had to be written.
