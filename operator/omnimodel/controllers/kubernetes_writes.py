@@ -64,7 +64,7 @@ class Writer:
             raise NotLeadingError
 
     def _took(self, kind: Kind, answer: dict[str, Any]) -> None:
-        """Take the answer to a write. It may hold what others wrote meanwhile, which is no news any more when it comes."""
+        """Take the answer to a write. It may hold what others wrote meanwhile, which is no news any more later."""
         taken, before = self._cache.put(kind, answer)
         self._hearing.expect(kind, version_of(answer))
         if taken:
