@@ -121,6 +121,7 @@ class Environments:
         wanted.write_text("".join(f"{requirement}\n" for requirement in requirements))
         pinned.write_text("".join(f"{name}=={version}\n" for name, version in base.items()))
         added: list[str] = []
+        exact = all("==" in requirement for requirement in requirements)
 
         def hear_plan(line: str) -> None:
             if match := _ADDED.match(line):
@@ -128,9 +129,10 @@ class Environments:
             hear(line)
 
         # --break-system-packages lets uv look at an interpreter of the system; a dry run changes nothing in it.
-        finished = await _uv(
+        finished = await _cached_first(
             ["--dry-run", "--break-system-packages", "--constraint", str(pinned), "--requirement", str(wanted)],
             hear_plan,
+            cached=exact,
         )
         if finished.code != 0:
             raise _refusal(subject, finished, base)
@@ -143,11 +145,7 @@ class Environments:
             *("--target", str(staging / "packages"), "--no-deps", "--requirement", str(plan)),
             *("--compile-bytecode", "--link-mode", "copy"),  # read-only later; no file shared with the cache
         ]
-        # First out of uv's cache alone: behind an index that says nothing of how long its files hold, uv fetches an
-        # sdist anew each time, and compiles it again, which for some packages takes minutes.
-        finished = await _uv(["--offline", *arguments], hear)
-        if finished.code != 0 and _NOT_CACHED.search(finished.text):
-            finished = await _uv(arguments, hear)
+        finished = await _cached_first(arguments, hear, cached=True)
         if finished.code != 0:
             raise _refusal(subject, finished, {})
 
@@ -186,6 +184,19 @@ async def _uv(arguments: Sequence[str], hear: Progress) -> Finished:
         hear,
         environment=_uv_environment(),
     )
+
+
+async def _cached_first(arguments: Sequence[str], hear: Progress, *, cached: bool) -> Finished:
+    """Ask uv's cache alone before the index, where versions are `cached`, which means given to the letter.
+
+    Behind an index that says nothing of how long its files hold, uv fetches an sdist anew each time, and compiles it
+    again, which for some packages takes minutes.
+    """
+    if cached:
+        finished = await _uv(["--offline", *arguments], hear)
+        if finished.code == 0 or not _NOT_CACHED.search(finished.text):
+            return finished
+    return await _uv(arguments, hear)
 
 
 def _uv_environment() -> dict[str, str]:
