@@ -11,6 +11,9 @@ from aiohttp import web
 
 from kube.proxy import WRITES, Proxy, status
 from kube.world import Agents, World, conditions, is_ready, model, pool, until
+from omnimodel.controllers.kubernetes_cache import Cache
+from omnimodel.controllers.kubernetes_health import Hearing
+from omnimodel.controllers.kubernetes_writes import Writer
 from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, SERVICES, STATEFUL_SETS
 from omnimodel.protocol.report import ModelReport
@@ -158,32 +161,20 @@ async def _none(_: web.Request) -> web.Response | None:
     return None
 
 
-async def test_what_the_answer_to_a_write_shows_is_news(world: World, agents: Agents, proxy: Proxy, start) -> None:
-    """An agent wrote between the operator's decision and its write: the watch tells it too late to be news."""
-    await start("one", proxy.kubeconfig)
-    await world.apply(pool("gpu", world.namespace), model("x", world.namespace))
-    await world.ready("x")
-    agents.held.clear()
-    written = asyncio.Event()
-
-    async def agent_first(request: web.Request) -> web.Response | None:
-        if request.path.endswith("/omnimodels/a/status") and not written.is_set():
-            proxy.flowing.clear()
-            report = ModelReport(world.namespace, "a", 1, "warm", "idle", ready=True)
-            entry = {"residency": [residency_entry("gpu-0", report)]}
-            await world.kube.patch_status(MODELS, "a", world.namespace, entry, manager="omni-agent.gpu-0")
-            written.set()
-        return None
-
-    async def watch_last(request: web.Request) -> web.Response | None:
-        if request.path.endswith("/omnimodels/a/status"):
-            asyncio.get_running_loop().call_later(1.0, proxy.flowing.set)
-        return None
-
-    proxy.before, proxy.after = agent_first, watch_last
+async def test_what_the_answer_to_a_write_shows_is_news(world: World) -> None:
+    """An agent wrote between the operator's decision and its write; its own event comes too late to be news."""
     await world.apply(model("a", world.namespace))
-    await world.ready("a", seconds=20)
-    proxy.flowing.set()
+    cache, news = Cache(), []
+    cache.put(MODELS, await world.kube.get(MODELS, "a", world.namespace))
+    writer = Writer(world.kube, cache, Hearing(), lambda: True)
+    writer.changed = lambda kind, before, item: news.append((before, item))
+    entry = {"residency": [residency_entry("gpu-0", ModelReport(world.namespace, "a", 1, "warm", "idle", ready=True))]}
+    told = await world.kube.patch_status(MODELS, "a", world.namespace, entry, manager="omni-agent.gpu-0")
+    assert await writer.status(MODELS, (world.namespace, "a"), {"observedGeneration": 1})
+    assert cache.put(MODELS, told)[0] is False
+    ((before, item),) = news
+    assert "residency" not in (before.get("status") or {})
+    assert item["status"]["residency"][0]["pod"] == "gpu-0"
 
 
 async def test_conflicts_refusals_and_a_slow_server_only_delay(
@@ -208,6 +199,26 @@ async def test_conflicts_refusals_and_a_slow_server_only_delay(
     await start("one", proxy.kubeconfig)
     await world.apply(pool("gpu", world.namespace), *(model(name, world.namespace) for name in "abcd"))
     await world.ready("a", "b", "c", "d", seconds=120)
+
+
+async def test_an_api_server_that_is_away_for_a_while_is_only_a_pause(
+    world: World, agents: Agents, proxy: Proxy, start_process
+) -> None:
+    """Longer than a lease: the operator ends itself, waits until the server is back, and goes on."""
+    operator = await start_process("one", proxy.kubeconfig)
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
+    await world.ready("a")
+    starts = operator.starts
+
+    async def away(_: web.Request) -> web.Response | None:
+        return status(503, "ServiceUnavailable", "restarting")
+
+    proxy.before = away
+    proxy.cut()
+    await world.apply(model("b", world.namespace), model("a", world.namespace, flavour="edited"))
+    await until(lambda: operator.starts > starts, "it has ended itself")
+    proxy.before = _none
+    await world.ready("a", "b")
 
 
 async def test_foreign_hands_are_put_right_and_what_is_the_users_is_left(world: World, agents: Agents, start) -> None:

@@ -37,7 +37,7 @@ async def test_many_models_converge_with_few_calls_and_then_it_is_quiet(
     world: World, agents: Agents, start_process, tmp_path: Path
 ) -> None:
     agents.size_bytes = 16 << 20
-    operator = await start_process()
+    operator = await start_process("one", None, "--lease", "20")
     await operator.ask("/readyz")
     pools = [pool(f"p{number}", world.namespace) for number in range(POOLS_IN_ALL)]
     names = [f"m{number}" for number in range(MODELS_IN_ALL)]

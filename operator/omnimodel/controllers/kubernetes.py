@@ -9,35 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
-import kopf
 from aiohttp import web
 
 from omnimodel.api.crd import SCHEMA_LABEL, SCHEMA_VERSION
 from omnimodel.api.meta import API_VERSION
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key, version_of
-from omnimodel.controllers.kubernetes_children import MANAGED, AgentSettings
+from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.controllers.kubernetes_health import Hearing, Numbers, health_application
+from omnimodel.controllers.kubernetes_kopf import SELECTORS, watch
 from omnimodel.controllers.kubernetes_reconcile import Reconciler
 from omnimodel.controllers.kubernetes_writes import Writer
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.kube import (
     DEFINITIONS,
-    DISRUPTION_BUDGETS,
     LEASES,
     MODELS,
-    PODS,
     POOLS,
     PROCESSES,
-    SERVICES,
-    STATEFUL_SETS,
     Election,
     Kind,
     Kube,
@@ -52,20 +47,8 @@ WORKERS = 16
 SWEEP_SECONDS = 300.0
 CANARY_SECONDS = 60.0
 WAIT_SECONDS = 5.0
-TOKEN_SECONDS = 300.0  # a pod's token is renewed by the kubelet long before it ends
 STOP_SECONDS = 5.0
 CANARY_LABELS = {POOL_LABEL: "", "omnimodel.io/canary": "true"}  # the first lets the watch of leases bring it
-_MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED.items())
-SELECTORS: Mapping[Kind, str] = {
-    MODELS: "",
-    POOLS: "",
-    PROCESSES: "",
-    PODS: POOL_LABEL,
-    LEASES: POOL_LABEL,
-    STATEFUL_SETS: _MANAGED,
-    SERVICES: f"{_MANAGED},{POOL_LABEL}",
-    DISRUPTION_BUDGETS: f"{_MANAGED},{POOL_LABEL}",
-}
 
 
 @dataclass(frozen=True)
@@ -175,7 +158,7 @@ class Operator:
         await self._wait_for_definitions()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(), name="kopf")
+                tasks.create_task(watch(self._kube, self._settings.namespaces, self._heard), name="kopf")
                 await self._sweep_until_done()
                 self._synced.set()
                 self.waits_for = ""
@@ -209,9 +192,7 @@ class Operator:
 
     async def _elected(self) -> None:
         await self.election.run()
-        raise OmniError(
-            "operator", "another one leads now, or this one cannot reach the API server", "it is started anew"
-        )
+        self._on_lost()
 
     async def _lead(self) -> None:
         """What only the leader does."""
@@ -223,77 +204,7 @@ class Operator:
             tasks.create_task(self.reconciler.references.run())
             tasks.create_task(self.reconciler.tick())
 
-    # Watching
-
-    async def _watch(self) -> None:
-        """Let kopf list and watch, in a thread with a loop of its own, for it ends every task of its loop.
-
-        Raises:
-            Exception: what kopf failed with.
-        """
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        stop = threading.Event()
-
-        def work() -> None:
-            error: BaseException | None = None
-            try:
-                kopf.run(**self._kopf_arguments(loop), stop_flag=stop)
-            except BaseException as caught:
-                error = caught
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, ended, error)
-
-        threading.Thread(target=work, name="kopf", daemon=True).start()
-        try:
-            await asyncio.shield(ended)
-        finally:
-            stop.set()
-        raise OmniError("operator", "its watches ended", "it is started anew; the log says why")
-
-    def _kopf_arguments(self, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
-        settings = kopf.OperatorSettings()
-        settings.peering.standalone = True
-        settings.scanning.disabled = True
-        settings.posting.enabled = False
-        settings.posting.reporting_component = "omni-operator"
-        settings.watching.server_timeout = 290
-        settings.watching.client_timeout = 330
-        settings.watching.connect_timeout = 10
-        settings.networking.request_timeout = 30
-        settings.networking.enforce_retry_after = True
-        settings.queueing.worker_limit = None
-        settings.process.ultimate_exiting_timeout = 25
-        registry = kopf.OperatorRegistry()
-        for kind, labels in SELECTORS.items():
-            place = (kind.group, kind.version, kind.plural)
-            if labels:
-                settings.watching.label_selectors[place] = labels
-            kopf.on.event(*place, id=kind.plural, registry=registry)(self._handler(kind, loop))
-        kopf.on.login(registry=registry)(self._login)
-        namespaces = self._settings.namespaces
-        scope = {"namespaces": namespaces} if namespaces else {"clusterwide": True}
-        return {"registry": registry, "settings": settings, "standalone": True, **scope}
-
-    async def _login(self, **_: Any) -> kopf.ConnectionInfo:
-        configuration = self._kube.configuration
-        token = await self._kube.token()
-        return kopf.ConnectionInfo(
-            server=configuration.host,
-            ca_path=configuration.ssl_ca_cert or None,
-            ca_data=configuration.ca_cert_data or None,
-            insecure=None if configuration.verify_ssl else True,
-            token=token or None,
-            certificate_path=configuration.cert_file or None,
-            private_key_path=configuration.key_file or None,
-            expiration=datetime.now(UTC) + timedelta(seconds=TOKEN_SECONDS) if token else None,
-        )
-
-    def _handler(self, kind: Kind, loop: asyncio.AbstractEventLoop) -> Callable[..., Any]:
-        async def handle(event: Mapping[str, Any], **_: Any) -> None:
-            loop.call_soon_threadsafe(self._heard, kind, event["type"], event["object"])
-
-        return handle
+    # News
 
     def _heard(self, kind: Kind, change: str | None, item: Mapping[str, Any]) -> None:
         self.hearing.heard(kind, version_of(item))
@@ -408,15 +319,6 @@ class Operator:
 
     def _why_not_ready(self) -> str:
         return "" if self._synced.is_set() else f"waits for {self.waits_for}"
-
-
-def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
-    if ended.done():
-        return
-    if error is None:
-        ended.set_result(None)
-    else:
-        ended.set_exception(error)
 
 
 def end_process() -> None:
