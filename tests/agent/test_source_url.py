@@ -99,9 +99,9 @@ async def test_an_interrupted_download_goes_on_where_it_was(sources, server):
 
 
 async def test_it_goes_on_after_a_restart_of_the_agent(sources, server):
-    server.break_at = [300_000] + [0] * 20
+    server.break_at, server.kept_bytes = [300_000] + [0] * 20, 0
     with pytest.raises(SourceError, match="cannot be downloaded"):
-        await sources.fetch(SUBJECT, url(server))
+        await sources.fetch(SUBJECT, url(server), server.keep)
     assert not (sources.root / "fetched").exists()
     server.break_at, server.ranges = [], []
     found = await Sources(sources.root).fetch(SUBJECT, url(server))
