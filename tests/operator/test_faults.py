@@ -235,8 +235,8 @@ async def test_foreign_hands_are_put_right_and_what_is_the_users_is_left(world: 
     await until(
         lambda: "app.kubernetes.io/managed-by" in world.see(STATEFUL_SETS, "gpu")["metadata"]["labels"], "label is back"
     )
-    await kube.delete(STATEFUL_SETS, "gpu", namespace)
     uid = world.see(STATEFUL_SETS, "gpu")["metadata"]["uid"]
+    await kube.delete(STATEFUL_SETS, "gpu", namespace)
     await until(lambda: (s := world.see(STATEFUL_SETS, "gpu")) and s["metadata"]["uid"] != uid, "made anew")
     assert world.see(STATEFUL_SETS, "gpu")["spec"] == wanted
     await kube.delete(SERVICES, "gpu", namespace)
@@ -248,8 +248,8 @@ async def test_foreign_hands_are_put_right_and_what_is_the_users_is_left(world: 
 
     await kube.merge(PROCESSES, "a", namespace, {"spec": {"env": {"EVIL": "1"}, "threads": 7, "pods": []}})
     await until(lambda: world.see(PROCESSES, "a")["spec"] == good, "the process is what it was")
-    await kube.delete(PROCESSES, "a", namespace)
     old = world.see(PROCESSES, "a")["metadata"]["uid"]
+    await kube.delete(PROCESSES, "a", namespace)
     await until(lambda: (p := world.see(PROCESSES, "a")) and p["metadata"]["uid"] != old, "the process is made anew")
 
     lie = {
