@@ -23,7 +23,7 @@ MODEL: dict[str, Any] = {
 }
 TRANSFORMERS = {"engine": "transformers", "task": "text-generation"}
 COMMAND = {"engine": "command", "command": ["serve", "--port", "{port}"]}
-VLLM = {"engine": "vllm"}
+LLAMACPP = {"engine": "llamacpp"}
 POOL: dict[str, Any] = {"apiVersion": API_VERSION, "kind": "OmniPool", "metadata": {"name": "default"}, "spec": {}}
 
 

@@ -75,22 +75,34 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "engine case",
         {"runtime__engine": "Python"},
         [
-            "runtime.engine: 'Python': is in the wrong case or spelling; write python; possible are transformers, python, llamacpp, vllm, sglang or command"
+            "runtime.engine: 'Python': is in the wrong case or spelling; write python; possible are transformers, python, llamacpp or command"
         ],
     ),
     (
         "engine vLLM",
         {"runtime__engine": "VLLM"},
         [
-            "runtime.engine: 'VLLM': is in the wrong case or spelling; write vllm; possible are transformers, python, llamacpp, vllm, sglang or command"
+            "runtime.engine: 'VLLM': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
+        ],
+    ),
+    (
+        "engine vllm",
+        {"runtime": {"engine": "vllm"}},
+        [
+            "runtime.engine: 'vllm': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
+        ],
+    ),
+    (
+        "engine sglang",
+        {"runtime": {"engine": "sglang"}},
+        [
+            "runtime.engine: 'sglang': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
         ],
     ),
     (
         "engine OLlama",
         {"runtime__engine": "OLlama"},
-        [
-            "runtime.engine: 'OLlama': is none of the possible words; write transformers, python, llamacpp, vllm, sglang or command"
-        ],
+        ["runtime.engine: 'OLlama': is none of the possible words; write transformers, python, llamacpp or command"],
     ),
     (
         "priority case",
@@ -175,7 +187,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "several devices",
         {"resources__devices": 2},
         [
-            "resources.devices: 2: only the engines vllm and sglang spread a model over several devices; write devices: 1, or engine: vllm"
+            "resources.devices: 2: no engine of this version spreads a model over several devices; write devices: 1, or remove it"
         ],
     ),
     (

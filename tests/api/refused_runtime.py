@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from api.builders import COMMAND, LLAMACPP, TRANSFORMERS
+
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "dtype",
@@ -13,102 +15,102 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "args --port 8000",
-        {"runtime": {"engine": "vllm", "args": ["--port", "8000"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--port", "8000"]}},
         ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
     ),
     (
         "args --port=8000",
-        {"runtime": {"engine": "vllm", "args": ["--port=8000"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--port=8000"]}},
         ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
     ),
     (
         "args --port 8000",
-        {"runtime": {"engine": "vllm", "args": ["--port 8000"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--port 8000"]}},
         ["runtime.args[0]: '--port': --port belongs to the system; remove it: the system assigns ports and addresses"],
     ),
     (
         "args --host 0.0.0.0",
-        {"runtime": {"engine": "vllm", "args": ["--host", "0.0.0.0"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--host", "0.0.0.0"]}},
         ["runtime.args[0]: '--host': --host belongs to the system; remove it: the system assigns ports and addresses"],
     ),
     (
         "args --served-model-name x",
-        {"runtime": {"engine": "vllm", "args": ["--served-model-name", "x"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--served-model-name", "x"]}},
         [
             "runtime.args[0]: '--served-model-name': --served-model-name belongs to the system; write it in spec.servedNames"
         ],
     ),
     (
         "args --served_model_name=x",
-        {"runtime": {"engine": "vllm", "args": ["--served_model_name=x"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--served_model_name=x"]}},
         [
             "runtime.args[0]: '--served_model_name': --served-model-name belongs to the system; write it in spec.servedNames"
         ],
     ),
     (
         "args --api-key k",
-        {"runtime": {"engine": "vllm", "args": ["--api-key", "k"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--api-key", "k"]}},
         [
             "runtime.args[0]: '--api-key': --api-key belongs to the system; remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef"
         ],
     ),
     (
         "args --gpu-memory-utilization 0.9",
-        {"runtime": {"engine": "vllm", "args": ["--gpu-memory-utilization", "0.9"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--gpu-memory-utilization", "0.9"]}},
         [
             "runtime.args[0]: '--gpu-memory-utilization': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
         ],
     ),
     (
         "args --gpu_memory_utilization=0.9",
-        {"runtime": {"engine": "vllm", "args": ["--gpu_memory_utilization=0.9"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--gpu_memory_utilization=0.9"]}},
         [
             "runtime.args[0]: '--gpu_memory_utilization': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
         ],
     ),
     (
         "args --gpu-mem 0.9",
-        {"runtime": {"engine": "vllm", "args": ["--gpu-mem", "0.9"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--gpu-mem", "0.9"]}},
         [
             "runtime.args[0]: '--gpu-mem': --gpu-memory-utilization belongs to the system; write spec.resources.deviceMemory, such as 24Gi"
         ],
     ),
     (
         "args --device cuda:1",
-        {"runtime": {"engine": "vllm", "args": ["--device", "cuda:1"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--device", "cuda:1"]}},
         [
             "runtime.args[0]: '--device': --device belongs to the system; write spec.resources.devices, a count; which ones is the system's choice"
         ],
     ),
     (
         "args --enable-sleep-mode",
-        {"runtime": {"engine": "vllm", "args": ["--enable-sleep-mode"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--enable-sleep-mode"]}},
         [
             "runtime.args[0]: '--enable-sleep-mode': --enable-sleep-mode belongs to the system; remove it: spec.residency says when the model leaves the device"
         ],
     ),
     (
         "args --max-model-len 8192",
-        {"runtime": {"engine": "vllm", "args": ["--max-model-len", "8192"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--max-model-len", "8192"]}},
         [
             "runtime.args[0]: '--max-model-len': --max-model-len belongs to the system; write spec.runtime.options.contextTokens"
         ],
     ),
     (
         "args --Port 1",
-        {"runtime": {"engine": "vllm", "args": ["--Port", "1"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--Port", "1"]}},
         ["runtime.args[0]: '--Port': --port belongs to the system; remove it: the system assigns ports and addresses"],
     ),
     (
         "args -tp 2",
-        {"runtime": {"engine": "vllm", "args": ["-tp", "2"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["-tp", "2"]}},
         [
             "runtime.args[0]: '-tp': --tensor-parallel-size belongs to the system; write spec.resources.devices, a count; which ones is the system's choice"
         ],
     ),
     (
         "args --hf-token hf_abcdefghijklmnopqrstuvwx",
-        {"runtime": {"engine": "vllm", "args": ["--hf-token", "hf_abcdefghijklmnopqrstuvwx"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--hf-token", "hf_abcdefghijklmnopqrstuvwx"]}},
         [
             "runtime.args[0]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
             "runtime.args[1]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
@@ -116,7 +118,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         "args --model x",
-        {"runtime": {"engine": "vllm", "args": ["--model", "x"]}},
+        {"runtime": {"engine": "llamacpp", "args": ["--model", "x"]}},
         ["runtime.args[0]: '--model': --model belongs to the system; write it in spec.source"],
     ),
     (
@@ -376,5 +378,127 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "nan option",
         {"runtime__options": {"a": math.nan}},
         ["runtime.options.a: nan: is no number that JSON knows; write a finite number, or put it in quotes"],
+    ),
+    (
+        "quantization int8",
+        {"runtime": {**TRANSFORMERS, "quantization": "int8"}},
+        [
+            "runtime.quantization: 'int8': is not in this version; remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
+        ],
+    ),
+    (
+        "quantization INT4",
+        {"runtime": {**LLAMACPP, "quantization": "INT4"}},
+        [
+            "runtime.quantization: 'INT4': is not in this version; remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
+        ],
+    ),
+    (
+        "dtype llamacpp",
+        {"runtime": {**LLAMACPP, "dtype": "float16"}},
+        [
+            "runtime.dtype: 'float16': dtype is for engines transformers and python only; remove it: the file of weights, or an argument of the program, says it"
+        ],
+    ),
+    (
+        "dtype command",
+        {"runtime": {**COMMAND, "dtype": "bfloat16"}},
+        [
+            "runtime.dtype: 'bfloat16': dtype is for engines transformers and python only; remove it: the file of weights, or an argument of the program, says it"
+        ],
+    ),
+    (
+        "tokens of a handler",
+        {"limits": {"inputTokens": 100, "outputTokens": 10}},
+        [
+            "limits.inputTokens: 100: only engine transformers counts tokens, for text-generation; remove it; requestBytes and responseBytes limit every model",
+            "limits.outputTokens: 10: only engine transformers counts tokens, for text-generation; remove it; requestBytes and responseBytes limit every model",
+        ],
+    ),
+    (
+        "tokens of an embedder",
+        {"runtime": {"engine": "transformers", "task": "embeddings"}, "limits": {"inputTokens": 100}},
+        [
+            "limits.inputTokens: 100: only engine transformers counts tokens, for text-generation; remove it; requestBytes and responseBytes limit every model"
+        ],
+    ),
+    (
+        "tokens of a GGUF file",
+        {"runtime": LLAMACPP, "limits": {"outputTokens": 100}},
+        [
+            "limits.outputTokens: 100: only engine transformers counts tokens, for text-generation; remove it; requestBytes and responseBytes limit every model"
+        ],
+    ),
+    (
+        "option misspelt",
+        {"runtime": {**TRANSFORMERS, "options": {"contextTokns": 4096}}},
+        [
+            "runtime.options.contextTokns: 4096: is no option of engine transformers for text-generation; did you mean contextTokens?"
+        ],
+    ),
+    (
+        "option in snake case",
+        {"runtime": {**TRANSFORMERS, "options": {"max_new_tokens": 100}}},
+        [
+            "runtime.options.max_new_tokens: 100: is no option of engine transformers for text-generation; did you mean maxNewTokens?"
+        ],
+    ),
+    (
+        "option of another system",
+        {"runtime": {**LLAMACPP, "options": {"num_ctx": 4096}}},
+        [
+            "runtime.options.num_ctx: 4096: is no option of engine llamacpp for text-generation; did you mean contextTokens?"
+        ],
+    ),
+    (
+        "option of another task",
+        {"runtime": {"engine": "transformers", "task": "embeddings", "options": {"contextTokens": 512}}},
+        [
+            "runtime.options.contextTokens: 512: is no option of engine transformers for embeddings; possible are pooling, normalize, truncate"
+        ],
+    ),
+    (
+        "option where there are none",
+        {"runtime": {"engine": "transformers", "task": "automatic-speech-recognition", "options": {"language": "en"}}},
+        [
+            "runtime.options.language: 'en': is no option of engine transformers for automatic-speech-recognition; remove it: there are none"
+        ],
+    ),
+    (
+        "option of another type",
+        {"runtime": {**TRANSFORMERS, "options": {"temperature": "hot"}}},
+        ["runtime.options.temperature: 'hot': is not a number; write one from 0 to 2"],
+    ),
+    (
+        "option out of range",
+        {"runtime": {**TRANSFORMERS, "options": {"topP": 1.5, "contextTokens": 0}}},
+        [
+            "runtime.options.topP: 1.5: is out of range; write a number from 0 to 1",
+            "runtime.options.contextTokens: 0: is less than is possible; write a number of tokens from 1 to 16777216",
+        ],
+    ),
+    (
+        "option of a word",
+        {"runtime": {"engine": "transformers", "task": "embeddings", "options": {"pooling": "max"}}},
+        ["runtime.options.pooling: 'max': is none of the possible words; write mean, cls or last"],
+    ),
+    (
+        "option without a value",
+        {"runtime": {"engine": "transformers", "task": "text-classification", "options": {"truncate": None}}},
+        ["runtime.options.truncate: has no value; write one, or remove the line"],
+    ),
+    (
+        "option that no template names",
+        {"runtime": {**COMMAND, "options": {"contextTokens": 4096}}},
+        [
+            "runtime.options.contextTokens: 4096: is read by nobody: engine command knows only its command line; write {{ options.contextTokens }} in command, args or env, or remove it"
+        ],
+    ),
+    (
+        "option threads that no template names",
+        {"runtime": {**COMMAND, "threads": 4}},
+        [
+            "runtime.threads: 4: is read by nobody: engine command knows only its command line; write {{ threads }} in command, args or env, or remove it"
+        ],
     ),
 ]

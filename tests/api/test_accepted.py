@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.builders import COMMAND, TRANSFORMERS, VLLM, model, pool
+from api.builders import COMMAND, LLAMACPP, TRANSFORMERS, model, pool
 from omnimodel.api import Footprint, OmniModel, OmniPool, ResidencyEntry, parse, validate
 
 SAID: list[tuple[str, dict[str, Any]]] = [
@@ -27,13 +27,20 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("no queue at all", {"limits__queue": 0}),
     ("priority as a word", {"residency__priority": "critical"}),
     ("priority as a number", {"residency__priority": 0}),
-    ("an engine of several devices", {"runtime": VLLM, "resources": {"devices": 4}}),
+    ("one device, said", {"runtime": LLAMACPP, "resources": {"devices": 1}}),
+    ("no quantization, said", {"runtime__quantization": "none"}),
+    ("a type for whoever picks it", {"runtime": {**LLAMACPP, "dtype": "auto"}}),
+    ("every option of a text generation", {"runtime": {**TRANSFORMERS, "options": {"contextTokens": 4096, "maxNewTokens": 256, "maxBatch": 8, "temperature": 0, "topP": 0.9, "topK": 40}}}),
+    ("limits of a text generation", {"runtime": TRANSFORMERS, "limits": {"inputTokens": 4096, "outputTokens": 512}}),
+    ("every option of an embedder", {"runtime": {"engine": "transformers", "task": "embeddings", "options": {"pooling": "cls", "normalize": False, "truncate": True}}}),
+    ("options of a GGUF file", {"runtime": {**LLAMACPP, "options": {"contextTokens": 4096, "chatFormat": "chatml"}}}),
+    ("options and threads of a command line", {"runtime": {**COMMAND, "args": ["--threads", "{{ threads }}"], "env": {"TOP": "{{ options.top | string }}"}, "threads": 4, "options": {"top": 5}}}),
     ("a server by command", {"runtime": {**COMMAND, "healthPath": "/healthz", "workingDir": "/tmp"}}),
     ("a server that takes its port from the environment", {"runtime": {"engine": "command", "command": ["serve"], "env": {"PORT": "{port}"}}}),
     ("a shell that starts a server", {"runtime": {"engine": "command", "command": ["bash", "-c", "exec serve --listen unix:{socket}"]}}),
     ("a program on a device type", {"runtime": {"engine": "command", "command": ["serve", "--port", "{port}", "--device", "cpu"]}}),
-    ("an argument that only begins like one of ours", {"runtime": {**VLLM, "args": ["--mode", "fast", "--kv-cache-dtype", "fp8"]}}),
-    ("a negative number as an argument", {"runtime": {**VLLM, "args": ["--max-lora-rank", "-1"]}}),
+    ("an argument that only begins like one of ours", {"runtime": {**LLAMACPP, "args": ["--mode", "fast", "--kv-cache-dtype", "fp8"]}}),
+    ("a negative number as an argument", {"runtime": {**LLAMACPP, "args": ["--max-lora-rank", "-1"]}}),
     ("variables that only look like secrets", {"runtime__env": {"MAX_TOKENS": "512", "TOKENIZERS_PARALLELISM": "false"}}),
     ("a key that is none", {"runtime__env": {"API_KEY": "none"}}),
     ("secrets and settings by reference", {"runtime__env": {"HF_TOKEN": {"secretKeyRef": {"name": "hub", "key": "token"}}, "LANGUAGE": {"configMapKeyRef": {"name": "settings", "key": "language"}}}}),
@@ -124,8 +131,8 @@ def test_a_secret_never_stands_in_a_message() -> None:
     for changes in (
         {"runtime__env": {"HF_TOKEN": secret}},
         {"runtime__env": {"SOMETHING": f"x {secret}"}},
-        {"runtime": {**VLLM, "args": ["--hf-token", secret]}},
-        {"runtime": {**VLLM, "args": [f"--hf-token={secret}"]}},
+        {"runtime": {**LLAMACPP, "args": ["--hf-token", secret]}},
+        {"runtime": {**LLAMACPP, "args": [f"--hf-token={secret}"]}},
         {"runtime": {**COMMAND, "command": ["bash", "-c", f"TOKEN={secret} serve --port {{port}}"]}},
     ):
         _, errors = validate(model(**changes))

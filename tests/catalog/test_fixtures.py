@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from omnimodel.api import ServedName
 from omnimodel.catalog import load
 from omnimodel.render import render
 
@@ -74,8 +75,10 @@ def test_two_names_on_one_backend() -> None:
 def test_a_model_file_with_a_long_context() -> None:
     catalog = load(FIXTURES / "ported" / "modelfile.yaml")
     assert not catalog.errors
-    runtime = catalog.models[0].spec.runtime
-    assert runtime.options == {"contextTokens": 16384, "maxNewTokens": 2048}
+    spec = catalog.models[0].spec
+    assert spec.runtime.options == {"contextTokens": 16384}
+    assert isinstance(spec.served_names[0], ServedName)
+    assert spec.served_names[0].defaults["max_tokens"] == 2048
 
 
 def test_every_refusal_names_its_line_and_says_what_to_write_instead() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api import refused_fields, refused_places, refused_quantities, refused_runtime
-from api.builders import ABSENT, COMMAND, MODEL, POOL, TRANSFORMERS, VLLM, model, pool
+from api.builders import ABSENT, COMMAND, LLAMACPP, MODEL, POOL, TRANSFORMERS, model, pool
 from api.test_accepted import POOLS, SAID
 from cluster.server import Server
 from omnimodel.api import OmniModel, OmniPool, crd, validate
@@ -32,11 +32,10 @@ BAD += [
     ("llamacpp with a device index", model(runtime={"engine": "llamacpp", "args": ["--main-gpu", "1"]})),
     ("llamacpp with a repository", model(runtime={"engine": "llamacpp", "args": ["--hf-repo", "a/b"]})),
     ("llamacpp with threads", model(runtime={"engine": "llamacpp", "args": ["--threads", "4"]})),
-    ("a command of vllm", model(runtime={**VLLM, "command": ["serve"]})),
-    ("a health path of vllm", model(runtime={**VLLM, "healthPath": "/healthz"})),
+    ("a command of llamacpp", model(runtime={**LLAMACPP, "command": ["serve"]})),
+    ("a health path of llamacpp", model(runtime={**LLAMACPP, "healthPath": "/healthz"})),
     ("speech by transformers", model(runtime={**TRANSFORMERS, "task": "infer"})),
-    ("speech by vllm", model(runtime={**VLLM, "task": "infer"})),
-    ("quantization of vllm", model(runtime={**VLLM, "quantization": "int8"})),
+    ("speech by llamacpp", model(runtime={**LLAMACPP, "task": "infer"})),
     ("a matcher without place", model(probe={"path": "/v1/x", "json": {}, "expect": [{"minBytes": 1, "contains": "x"}]})),
     ("a distribution in capitals and spaces", model(source={"package": {"name": "a b", "version": "1"}})),
     ("half a thread", model(runtime__threads="many")),
@@ -61,7 +60,7 @@ HALF = {"model: probe no at"}
 
 def is_later(name: str) -> bool:
     """Whether a condition says it, not the API server."""
-    return name in LATER or (name.startswith("model: env ") and name != "model: env list")
+    return name in LATER or (name.startswith(("model: env ", "model: option ")) and name != "model: env list")
 
 
 def rules(node: Any) -> Iterator[str]:

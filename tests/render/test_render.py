@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.builders import changed
 from omnimodel.errors import ManifestError, OmniError
 from omnimodel.render import fill_secrets, render, user_id
 from omnimodel.render.identity import FIRST_UID, UID_COUNT
@@ -18,6 +19,10 @@ def spec(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
     process = render(manifests.model(document, **changes), manifests.pool(), manifests.CONFIG)
     found: dict[str, Any] = process.to_dict()["spec"]
     return found
+
+
+# Options and threads are named in a variable, so that arguments need not.
+TEMPLATES = changed(manifests.COMMAND, runtime__env={"TOLD": "{{ threads }} {{ options.contextTokens }}"})
 
 
 def test_secrets_are_named_and_never_contained() -> None:
@@ -54,9 +59,9 @@ def test_equal_secrets_of_two_models_do_not_show_as_equal() -> None:
         (manifests.PYTHON, {"mounts": [{"name": "a", "source": {"configMap": {"name": "gone"}}, "path": "/a"}]}, "OmniModel search/tiny: spec.mounts[0].source.configMap.name: 'gone': there is no ConfigMap gone in its namespace; add a ConfigMap of that name beside the manifest, or in the cluster"),
         (manifests.PYTHON, {"runtime__env": {"A": {"secretKeyRef": {"name": "hub", "key": "gone"}}}}, "OmniModel search/tiny: spec.runtime.env.A.secretKeyRef.key: 'gone': is no key of Secret hub; write one of other, token"),
         (manifests.PYTHON, {"runtime__env": {"A": {"configMapKeyRef": {"name": "handler", "key": "table.bin"}}}}, "OmniModel search/tiny: spec.runtime.env.A.configMapKeyRef: key table.bin of ConfigMap handler is not UTF-8 text; mount it instead"),
-        (manifests.COMMAND, {"runtime__args": ["{{ prot }}"]}, "OmniModel default/server: spec.runtime.args[0]: '{{ prot }}': names what is not there; possible are mounts, name, namespace, options, port, socket, threads"),
-        (manifests.COMMAND, {"runtime__args": ["{{ options.gone }}"]}, "OmniModel default/server: spec.runtime.args[0]: '{{ options.gone }}': names what is not there; possible are mounts, name, namespace, options, port, socket, threads"),
-        (manifests.COMMAND, {"runtime__args": ["{{ port "]}, "OmniModel default/server: spec.runtime.args[0]: '{{ port ': is no template (unexpected end of template, expected 'end of print statement'.); close {{ with }}; put text with braces of its own in a file of a mount"),
+        (TEMPLATES, {"runtime__args": ["{{ prot }}"]}, "OmniModel default/server: spec.runtime.args[0]: '{{ prot }}': names what is not there; possible are mounts, name, namespace, options, port, socket, threads"),
+        (TEMPLATES, {"runtime__args": ["{{ options.gone }}"]}, "OmniModel default/server: spec.runtime.args[0]: '{{ options.gone }}': names what is not there; possible are mounts, name, namespace, options, port, socket, threads"),
+        (TEMPLATES, {"runtime__args": ["{{ port "]}, "OmniModel default/server: spec.runtime.args[0]: '{{ port ': is no template (unexpected end of template, expected 'end of print statement'.); close {{ with }}; put text with braces of its own in a file of a mount"),
     ],
     ids=["no volume", "no volume of a mount", "no config map", "no key", "no text", "misspelt", "no option", "not closed"],
 )  # fmt: skip
@@ -86,7 +91,7 @@ def test_what_is_not_there_is_refused_in_one_line(
 )
 def test_a_template_can_look_values_up_and_nothing_else(text: str) -> None:
     with pytest.raises(ManifestError):
-        spec(manifests.COMMAND, runtime__args=[text])
+        spec(TEMPLATES, runtime__args=[text])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_a_template_can_look_values_up_and_nothing_else(text: str) -> None:
     ],
 )
 def test_a_template_says_what_the_manifest_says_elsewhere(text: str, expected: str) -> None:
-    assert spec(manifests.COMMAND, runtime__args=[text])["args"] == [expected]
+    assert spec(TEMPLATES, runtime__args=[text])["args"] == [expected]
 
 
 def test_a_volume_is_writable_only_where_pool_and_model_say_so() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from omnimodel.api.meta import Violation
 from omnimodel.api.model import OmniModel
+from omnimodel.api.options import violations as option_violations
 from omnimodel.api.owned import violations as owned_violations
 from omnimodel.api.pool import OmniPool
 from omnimodel.api.tree import Path
@@ -26,6 +27,7 @@ def model_violations(model: OmniModel) -> Iterator[Violation]:
             yield Violation(path, "is there twice", "remove one", name)
         seen.add(name)
     yield from owned_violations(spec.runtime)
+    yield from option_violations(spec.runtime)
     yield from _mount_violations(model)
     yield from _handler_violations(model)
 

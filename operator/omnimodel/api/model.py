@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
@@ -114,7 +115,8 @@ class Limits(Part):
 
     concurrency: Annotated[int, whole(1, 4096)] | None = Field(
         default=None,
-        description="Requests computed at once; 16 for text generation and foreign engines, else 1.",
+        description="Requests that the process has at once; 16 for text generation and foreign engines, else 1. A "
+        "handler computes them one after another all the same.",
         examples=[16],
     )
     queue: Annotated[int, whole(0, 65536)] | None = Field(
@@ -146,10 +148,16 @@ class Limits(Part):
         default=None, description="The largest response body; 256Mi when left out.", examples=["256Mi"]
     )
     input_tokens: Annotated[int, whole(1, 16_777_216)] | None = Field(
-        default=None, description="The longest prompt; what the context allows when left out.", examples=[4096]
+        default=None,
+        description="The longest prompt of a text generation by engine transformers; what the context allows when "
+        "left out.",
+        examples=[4096],
     )
     output_tokens: Annotated[int, whole(1, 16_777_216)] | None = Field(
-        default=None, description="The longest answer; what the context allows when left out.", examples=[1024]
+        default=None,
+        description="The longest answer of a text generation by engine transformers; what the context allows when "
+        "left out.",
+        examples=[1024],
     )
     processes: Annotated[int, whole(1, 4096)] | None = Field(
         default=None, description="Processes and threads in the model's sandbox; 256 when left out.", examples=[256]
@@ -187,6 +195,12 @@ class Replicas(Part):
             "min",
         ),
     )
+
+
+def _counts_tokens(field: str, spec: ModelSpec) -> bool:
+    """Whether a limit of tokens (snake_case) is not there, or is kept."""
+    runtime = spec.runtime
+    return getattr(spec.limits, field) is None or (runtime.engine, runtime.task) == ("transformers", "text-generation")
 
 
 class ModelSpec(Part):
@@ -251,12 +265,22 @@ class ModelSpec(Part):
     )
     rules = (
         Rule(
-            "self.runtime.engine in ['vllm', 'sglang'] || !has(self.resources) || !has(self.resources.devices) || "
-            "self.resources.devices == 1",
-            lambda self: self.runtime.engine in ("vllm", "sglang") or self.resources.devices == 1,
-            "only the engines vllm and sglang spread a model over several devices",
-            "write devices: 1, or engine: vllm",
+            "!has(self.resources) || !has(self.resources.devices) || self.resources.devices == 1",
+            lambda self: self.resources.devices == 1,
+            "no engine of this version spreads a model over several devices",
+            "write devices: 1, or remove it",
             "resources.devices",
+        ),
+        *(
+            Rule(
+                f"!has(self.limits) || !has(self.limits.{name}) || (self.runtime.engine == 'transformers' && "
+                "has(self.runtime.task) && self.runtime.task == 'text-generation')",
+                partial(_counts_tokens, field),
+                "only engine transformers counts tokens, for text-generation",
+                "remove it; requestBytes and responseBytes limit every model",
+                f"limits.{name}",
+            )
+            for field, name in (("input_tokens", "inputTokens"), ("output_tokens", "outputTokens"))
         ),
         Rule(
             "!has(self.runtime.environment) || !has(self.runtime.environment.path) || "

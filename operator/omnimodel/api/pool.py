@@ -20,7 +20,9 @@ class Device(Part):
     """The accelerators of a pod."""
 
     type: Annotated[Literal["auto", "cpu", "cuda"], choice("auto", "cpu", "cuda")] = Field(
-        default="auto", description="auto takes CUDA where there is a device, else the CPU.", examples=["cpu"]
+        default="auto",
+        description="auto takes the CPU in this version, whatever GPUs there are; cuda is refused with a sentence.",
+        examples=["cpu"],
     )
     count: Annotated[int, whole(1, 64, "how many devices, never an index,")] = Field(
         default=1, description="Devices of one pod.", examples=[1]

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from omnimodel.api.fields import Checked
 from omnimodel.api.meta import API_VERSION, Metadata, Part, Resource
 from omnimodel.api.model import OmniModel
+from omnimodel.api.options import OPTIONS
 from omnimodel.api.owned import ARGUMENTS
 from omnimodel.api.parse import flow
 from omnimodel.api.pool import OmniPool
@@ -73,10 +74,16 @@ address that the system assigns, and `{{{{ name }}}}`, `{{{{ namespace }}}}`, `{
 
 ## What the system says itself
 
-These arguments of engines `llamacpp`, `vllm` and `sglang` are refused in any spelling (`--a-b`, `--a_b`, `--a=b`,
-`"--a b"`), and fixed ports, keys and device indices in the `command` of any program too:
+These arguments of engine `llamacpp` are refused in any spelling (`--a-b`, `--a_b`, `--a=b`, `"--a b"`), and fixed
+ports, keys and device indices in the `command` of any program too:
 
 @ARGUMENTS@
+## Options of engines
+
+What `spec.runtime.options` can say; anything else is refused with the nearest name. Engine `python` takes any: the
+handler reads them as `self.options`. Engine `command` takes those that a template of its command line names.
+
+@OPTIONS@
 ## What must fit together
 
 | kind | rule | what to write instead |
@@ -86,7 +93,7 @@ These arguments of engines `llamacpp`, `vllm` and `sglang` are refused in any sp
 
 def generate() -> str:
     """The reference as Markdown."""
-    text = _HEAD.replace("@ARGUMENTS@", _arguments())
+    text = _HEAD.replace("@ARGUMENTS@", _arguments()).replace("@OPTIONS@", _options())
     for kind in (OmniModel, OmniPool):
         for path, part in _parts(kind):
             for rule in part.rules:
@@ -106,6 +113,15 @@ def _arguments() -> str:
     for name, cure in ARGUMENTS.items():
         by_cure.setdefault(cure, []).append(f"`--{name}`")
     return text + "".join(f"| {', '.join(names)} | {cure} |\n" for cure, names in by_cure.items())
+
+
+def _options() -> str:
+    text = "| engine | task | option | type | what it is | example |\n|---|---|---|---|---|---|\n"
+    for (engine, task), known in OPTIONS.items():
+        for name, option in known.items():
+            example = f"`{_cell(f'{name}: {flow(option.example)}')}`"
+            text += f"| {engine} | {task} | `{name}` | {_checked(option.form)} | {option.description} | {example} |\n"
+    return text
 
 
 def _parts(kind: type[Resource]) -> Iterator[tuple[tuple[str, ...], type[Part]]]:
@@ -156,7 +172,7 @@ def _example(name: str, info: FieldInfo) -> str:
 def _type(annotation: Any, metadata: Iterable[Any]) -> str:
     checked = next((item for item in metadata if isinstance(item, Checked)), None)
     if checked is not None:
-        return _checked(dict(checked.schema))
+        return _checked(checked)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], arguments[1:])
@@ -173,9 +189,10 @@ def _type(annotation: Any, metadata: Iterable[Any]) -> str:
     return {str: "text", int: "integer", float: "number", bool: "boolean"}.get(annotation, "any")
 
 
-def _checked(schema: dict[str, Any]) -> str:
+def _checked(checked: Checked) -> str:
+    schema = checked.schema
     if "enum" in schema:
-        return ", ".join(f"`{word}`" for word in schema["enum"])
+        return ", ".join(f"`{word}`" for word in schema["enum"] if word not in checked.later)
     rules = json.dumps(schema.get("x-kubernetes-validations", []))
     if schema.get("x-kubernetes-int-or-string"):
         if "quantity(" in rules:

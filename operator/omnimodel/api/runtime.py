@@ -11,7 +11,7 @@ from omnimodel.api.fields import AbsolutePath, Checked, Flag, cel, choice, plain
 from omnimodel.api.meta import Part, Rule
 from omnimodel.api.references import EnvValue
 
-ENGINES = ("transformers", "python", "llamacpp", "vllm", "sglang", "command")
+ENGINES = ("transformers", "python", "llamacpp", "command")
 TASKS = (
     "text-generation",
     "embeddings",
@@ -20,10 +20,11 @@ TASKS = (
     "text-to-speech",
     "infer",
 )
-FOREIGN = ("llamacpp", "vllm", "sglang", "command")
+FOREIGN = ("llamacpp", "command")
+DEFAULT_TASK = "text-generation"  # of foreign engines
 FILE_LIMIT = 262_144
 _ENTRY = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
-Engine = Literal["transformers", "python", "llamacpp", "vllm", "sglang", "command"]
+Engine = Literal["transformers", "python", "llamacpp", "command"]
 Task = Literal[
     "text-generation", "embeddings", "text-classification", "automatic-speech-recognition", "text-to-speech", "infer"
 ]
@@ -192,9 +193,16 @@ ThreadCount = Annotated[
 class Runtime(Part):
     """How the model is run."""
 
-    engine: Annotated[Engine, choice(*ENGINES)] = Field(
-        description="Who computes: `transformers` and `python` (a handler of yours) swap by frames; `llamacpp`, "
-        "`vllm`, `sglang` and `command` are servers of their own that are started and stopped.",
+    engine: Annotated[
+        Engine,
+        choice(
+            *ENGINES,
+            later=("vllm", "sglang"),
+            instead="write transformers, llamacpp for a GGUF file, or command with the command line of a server",
+        ),
+    ] = Field(
+        description="Who computes: `transformers` and `python` (a handler of yours) swap by frames; `llamacpp` and "
+        "`command` are servers of their own that are started and stopped.",
         examples=["transformers"],
     )
     task: Annotated[Task, choice(*TASKS)] | None = Field(
@@ -237,26 +245,34 @@ class Runtime(Part):
         examples=[{"LANGUAGE": "en", "TOKEN": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
     )
     working_dir: AbsolutePath | None = Field(
-        default=None, description="Folder that a foreign engine starts in.", examples=["/work"]
+        default=None, description="Folder that the process starts in.", examples=["/work"]
     )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], choice("auto", "float32", "bfloat16", "float16")
     ] = Field(
-        default="auto", description="Type of the weights on the device; auto asks the machine.", examples=["bfloat16"]
+        default="auto",
+        description="For engines transformers and python: type of the weights on the device; auto asks the machine.",
+        examples=["bfloat16"],
     )
-    quantization: Annotated[Literal["none", "int8", "int4", "fp8"], choice("none", "int8", "int4", "fp8")] = Field(
-        default="none", description="Weights in fewer bits.", examples=["int8"]
-    )
+    quantization: Annotated[
+        Literal["none"],
+        choice(
+            "none",
+            later=("int8", "int4", "fp8"),
+            instead="remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype",
+        ),
+    ] = Field(default="none", description="Weights in fewer bits than their dtype has: not yet.", examples=["none"])
     threads: ThreadCount = Field(
         default="auto",
-        description="Threads of one forward pass; auto shares the cores among awake models.",
+        description="Threads of one forward pass; `auto` takes `resources.cpu`, or half of the machine's cores. Engine "
+        "command gets them where it writes `{{ threads }}`.",
         examples=[2],
     )
     options: Annotated[
         dict[str, Any], Checked(_options, {"type": "object", "x-kubernetes-preserve-unknown-fields": True})
     ] = Field(
         default_factory=dict,
-        description="Options of the engine, such as contextTokens (tokens of KV cache), maxNewTokens, pooling.",
+        description="Options of the engine, by task (see the list of them below); a handler gets any.",
         examples=[{"contextTokens": 4096}],
     )
     allow_network: Flag = Field(default=False, description="Whether its sandbox has a network.", examples=[True])
@@ -343,10 +359,10 @@ class Runtime(Part):
             "task",
         ),
         Rule(
-            "self.engine in ['transformers', 'python'] || !has(self.quantization) || self.quantization == 'none'",
-            lambda self: self.engine not in FOREIGN or self.quantization == "none",
-            "quantization is for engines transformers and python only",
-            "choose quantised weights in source, or say it in args",
-            "quantization",
+            "self.engine in ['transformers', 'python'] || !has(self.dtype) || self.dtype == 'auto'",
+            lambda self: self.engine not in FOREIGN or self.dtype == "auto",
+            "dtype is for engines transformers and python only",
+            "remove it: the file of weights, or an argument of the program, says it",
+            "dtype",
         ),
     )
