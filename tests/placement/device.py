@@ -17,9 +17,7 @@ from omnimodel.placement.state import (
     Drain,
     ModelState,
     Step,
-    may_admit,
     next_gap,
-    owed_after_wake,
     wake_seconds,
 )
 
@@ -119,7 +117,7 @@ class Device:
         self.change(
             name,
             min_resident_until=self.now + model.min_resident_seconds,
-            owed=owed_after_wake(self.snapshot(name)),
+            owed=len(self.held[name]),
         )
         self.served_since_wake[name] = len(self.running[name])
         for running in self.running[name]:
@@ -148,9 +146,14 @@ class Device:
         reserved += [drain.target for drain in self.drains]
         return self.budget_bytes - self.held_bytes() - sum(self.models[name].need_bytes for name in reserved)
 
+    def may_admit(self, name: str) -> bool:
+        model = self.models[name]
+        free = len(self.running[name]) < self.concurrency
+        return model.resident and free and (not model.draining or model.owed > 0)
+
     def admit(self) -> None:
         for name in self.models:
-            while self.held[name] and may_admit(self.snapshot(name), self.concurrency):
+            while self.held[name] and self.may_admit(name):
                 index = self.held[name].pop(0)
                 self.waited[index] = self.now - self.requests[index].arrival
                 running = Running(index, self.now + self.requests[index].seconds)

@@ -121,13 +121,11 @@ class _Decision:
     # -- drains under way --
 
     def _settle(self) -> Step | None:
-        """Finish what drains have begun: forget those nobody waits for, evict the drained, wake their targets."""
-        abandoned = tuple(
-            drain.target
-            for drain in self.drains
-            if drain.target not in self.models or not self.models[drain.target].waiters
-        )
-        if abandoned:
+        """Finish what drains have begun: forget those of no use, evict the drained, wake their targets."""
+        abandoned = tuple(drain.target for drain in self.drains if not self._can_wake(drain.target))
+        if (
+            abandoned
+        ):  # one whose process has died takes the room again when it can be woken: its waiters are no younger
             return self._answer(abandon=abandoned)
         drained: list[str] = []
         for drain in self.drains:
@@ -141,13 +139,18 @@ class _Decision:
             drained += idle
         return self._answer(target=self.drains[0].target, evict=tuple(drained)) if drained else None
 
+    def _can_wake(self, target: str) -> bool:
+        model = self.models.get(target)
+        return model is not None and model.waiters > 0 and model.loadable
+
     def _relieve(self) -> Step | None:
         """Evict idle models when residents have grown over the budget; a drain or copy explains a negative rest."""
         if self.free_bytes >= 0 or self.drains:
             return None
         chosen, short = [], -self.free_bytes
         for model in sorted(self.models.values(), key=self._victim_order):
-            if model.resident and not (model.keep_resident or model.in_flight or model.queue or model.owed):
+            used = model.draining or model.in_flight or model.queue or model.owed
+            if model.resident and not model.keep_resident and not used:
                 chosen.append(model.name)
                 short -= model.footprint_bytes
                 self.reasons[model.name] = "goes because the resident models hold more than the budget"

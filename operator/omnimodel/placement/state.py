@@ -54,7 +54,7 @@ class ModelState:
         in_flight: admitted requests; of a model that is not resident: requests frozen between two tokens.
         queue: arrival times of the requests not yet admitted, oldest first.
         background: how many of the queue are of the background class.
-        owed: requests it was woken for and has not admitted yet (see `owed_after_wake`).
+        owed: requests it was woken for and has not admitted yet; before it has, it is nobody's victim.
         last_arrival, gap: of its requests (see `next_gap`).
         priority: of the manifest, 0 to 1000; more is more important.
         resident_since: of its last wake.
@@ -136,7 +136,8 @@ class Step:
         freeze: residents whose requests are to be frozen between two tokens, at once; they keep working memory.
         drain: residents that shall admit no more. With them, remember `Drain(target, drain)` and reserve the
             target's `need_bytes` now.
-        abandon: targets of drains that nobody waits for any more: forget the drain, its victims admit again.
+        abandon: targets of drains that nobody waits for any more, or that cannot be woken now: forget the drain, its
+            victims admit again.
         look_again_at: when to ask again if nothing else happens; None when only an event can change the answer.
         reasons: a sentence for each model that waits or moves.
         blocked: models that can never be resident as things are, each with a sentence that has both numbers.
@@ -184,22 +185,6 @@ def next_gap(gap: float, last_arrival: float, now: float, constants: Constants) 
         return inf
     silence = now - last_arrival
     return silence if gap == inf else gap + constants.gap_weight * (silence - gap)
-
-
-def owed_after_wake(model: ModelState) -> int:
-    """Requests that a model just woken admits before it can be a victim; each admission lowers it by one."""
-    return len(model.queue)
-
-
-def may_admit(model: ModelState, concurrency: int) -> bool:
-    """Whether a resident model takes the next request of its queue at once."""
-    return model.resident and model.in_flight < concurrency and (not model.draining or model.owed > 0)
-
-
-def reuse_order(models: list[ModelState], now: float, constants: Constants) -> list[str]:
-    """Evicted models in the order in which the frames that still hold their bytes are to be taken."""
-    evicted = [model for model in models if not model.resident and model.valid_bytes]
-    return [model.name for model in sorted(evicted, key=lambda m: (worth(m, now, constants), m.name))]
 
 
 def bytes_text(size_bytes: int) -> str:
