@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from omnimodel.errors import LedgerError
@@ -85,6 +86,7 @@ class FramePool:
         self.device = device
         self.account = account
         self._places: dict[int, _Place] = {}
+        self._kept: dict[str, Counter[int]] = {}  # digest -> its parts in free frames, and in how many each
         self._filling: dict[str, bool] = {}  # model -> whether it was released while its frames were being filled
         self._changing = asyncio.Lock()  # making and destroying frames, which takes several steps
 
@@ -105,7 +107,7 @@ class FramePool:
 
     def valid_frames(self, digest: str) -> int:
         """How many parts of an image lie in free frames: bytes that a wake need not copy."""
-        return len({place.part for place in self._free() if place.part and place.part.digest == digest})
+        return len(self._kept.get(digest, ()))
 
     # Making and destroying
 
@@ -123,7 +125,7 @@ class FramePool:
     async def _bring_into_line(self, worth: Callable[[str], float]) -> None:
         async with self._changing:
             if surplus := self.account.surplus_frames():
-                await self._destroy(self._by_worth(worth)[:surplus])
+                await self._destroy(list(islice(self._by_worth(worth), surplus)))
             if missing := self.account.missing_frames():
                 await self._create(missing)
 
@@ -152,31 +154,15 @@ class FramePool:
             raise
 
     def _add(self, frames: Iterable[Frame]) -> None:
-        self._places.update({frame.id: _Place(frame) for frame in frames})
+        for frame in frames:
+            self._put(_Place(frame))
 
     async def _destroy(self, places: list[_Place]) -> None:
         frames = [place.frame for place in places]
         for frame in frames:
-            del self._places[frame.id]
+            self._drop(frame.id)
         await asyncio.to_thread(self.device.destroy, frames)
         self.account.destroyed(len(frames))
-
-    def adopt(self, model: str, digest: str, frames: Iterable[Frame]) -> None:
-        """Take frames of an earlier agent's model in, in the order of its image.
-
-        Raises:
-            LedgerError: the budget has no room for them.
-        """
-        adopted = list(frames)
-        self.account.promise(model, len(adopted))
-        try:
-            self.account.created(len(adopted))
-            self.account.grant(model)
-        except LedgerError:
-            self.account.cancel(model)
-            raise
-        for number, frame in enumerate(adopted):
-            self._places[frame.id] = _Place(frame, model, number, Part(digest, number))
 
     # Taking and releasing
 
@@ -206,11 +192,11 @@ class FramePool:
             if place.part is not None and place.part.digest == digest and place.part.number < promise.frames
         }
         used = {place.frame.id for place in kept.values()}
-        others = iter([place for place in self._by_worth(worth) if place.frame.id not in used])
+        others = (place for place in self._by_worth(worth) if place.frame.id not in used)
         chosen = [kept.get(number) or next(others) for number in range(promise.frames)]
         valid = tuple(number in kept for number in range(promise.frames))
         for number, place in enumerate(chosen):
-            self._places[place.frame.id] = _Place(place.frame, model, number, place.part if valid[number] else None)
+            self._put(_Place(place.frame, model, number, place.part if valid[number] else None))
         log.debug("frames_taken model=%s frames=%d valid=%d", model, promise.frames, sum(valid))
         return Allocation(model, digest, tuple(place.frame for place in chosen), valid)
 
@@ -258,7 +244,7 @@ class FramePool:
         for number, frame in enumerate(allocation.frames):
             place = self._places.get(frame.id)
             if place is not None and place.owner == allocation.model:
-                self._places[frame.id] = replace(place, part=Part(allocation.digest, number))
+                self._put(replace(place, part=Part(allocation.digest, number)))
 
     def release(self, model: str) -> int:
         """Make a model's frames free, after it acknowledged that they are unmapped; how many that were.
@@ -272,7 +258,7 @@ class FramePool:
         frames = self.frames_of(model)
         self.account.release_frames(model, len(frames))
         for frame in frames:
-            self._places[frame.id] = _Place(frame, part=self._places[frame.id].part)
+            self._put(_Place(frame, part=self._places[frame.id].part))
         return len(frames)
 
     def quarantine(self, model: str) -> int:
@@ -280,7 +266,7 @@ class FramePool:
         frames = self.frames_of(model)
         self.account.quarantine(model)
         for frame in frames:
-            self._places[frame.id] = replace(self._places[frame.id], quarantined=True)
+            self._put(replace(self._places[frame.id], quarantined=True))
         if frames:
             log.warning("frames_quarantined model=%s frames=%d", model, len(frames))
         return len(frames)
@@ -295,14 +281,14 @@ class FramePool:
         apart = [place for place in self._places.values() if place.owner == model and place.quarantined]
         self.account.recover(model)
         for place in apart:
-            self._places[place.frame.id] = _Place(place.frame, part=place.part)
+            self._put(_Place(place.frame, part=place.part))
         return len(apart)
 
     def forget(self, digest: str) -> None:
         """Let free frames no longer count as holding parts of an image that is gone or was found damaged."""
         for place in self._free():
             if place.part is not None and place.part.digest == digest:
-                self._places[place.frame.id] = _Place(place.frame)
+                self._put(_Place(place.frame))
 
     async def close(self) -> None:
         """Destroy the free frames; owned ones are still mapped somewhere."""
@@ -312,24 +298,47 @@ class FramePool:
         async with self._changing:
             await self._destroy(self._free())
 
+    # The table
+
+    def _put(self, place: _Place) -> None:
+        self._drop(place.frame.id)
+        self._places[place.frame.id] = place
+        if place.owner is None and place.part is not None:
+            self._kept.setdefault(place.part.digest, Counter())[place.part.number] += 1
+
+    def _drop(self, frame_id: int) -> None:
+        place = self._places.pop(frame_id, None)
+        if place is None or place.owner is not None or place.part is None:
+            return
+        parts = self._kept[place.part.digest]
+        parts[place.part.number] -= 1
+        if not parts[place.part.number]:
+            del parts[place.part.number]
+        if not parts:
+            del self._kept[place.part.digest]
+
     # Choosing
 
     def _free(self) -> list[_Place]:
         return [place for place in self._places.values() if place.owner is None]
 
-    def _by_worth(self, worth: Callable[[str], float]) -> list[_Place]:
-        """Free frames, the least loss first: empty ones, doubles, then by worth, the end of an image first."""
-        seen: set[Part] = set()
+    def _by_worth(self, worth: Callable[[str], float]) -> Iterator[_Place]:
+        """Free frames, the least loss first: empty ones, doubles, then by worth, the end of an image first.
 
-        def loss(place: _Place) -> tuple[int, float, str, int]:
-            if place.part is None:
-                return (0, 0.0, "", 0)
-            if place.part in seen:
-                return (1, 0.0, "", 0)
-            seen.add(place.part)
-            return (2, worth(place.part.digest), place.part.digest, -place.part.number)
-
-        return sorted(self._free(), key=loss)
+        In the agent's event loop: each image is asked for its worth once, and nothing is sorted that is not needed.
+        """
+        only: dict[Part, _Place] = {}
+        for place in self._free():
+            if place.part is None or place.part in only:
+                yield place
+            else:
+                only[place.part] = place
+        images: dict[str, list[Part]] = {}
+        for part in only:
+            images.setdefault(part.digest, []).append(part)
+        for digest in sorted(images, key=lambda digest: (worth(digest), digest)):
+            for part in sorted(images[digest], key=lambda part: -part.number):
+                yield only[part]
 
 
 def _image_order(place: _Place) -> int:
