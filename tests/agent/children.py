@@ -79,6 +79,12 @@ async def run(process: ModelProcess, text: str, timeout_seconds: float = 30.0, d
     return (await process.command(code(text), descriptors, timeout_seconds)).values
 
 
+async def ended(process: ModelProcess, seconds: float = 20.0) -> ProcessExit:
+    """Wait for its end."""
+    async with asyncio.timeout(seconds):
+        return await asyncio.shield(process.exited)
+
+
 @contextlib.asynccontextmanager
 async def busy(process: ModelProcess, text: str) -> AsyncIterator[None]:
     """The process is in the middle of running `text` inside this block; it must end by the end of the block."""

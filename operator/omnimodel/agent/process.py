@@ -12,12 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omnimodel.agent.limits import Group
 from omnimodel.agent.output import Output
 from omnimodel.agent.zygotes import Forked
-from omnimodel.errors import ProcessError, Reason
+from omnimodel.errors import OmniError, ProcessError, Reason
 from omnimodel.isolation import Level, SandboxPlan
 from omnimodel.protocol.channel import ChannelClosed
 from omnimodel.protocol.process import Command, Envelope, Evict, Progress, Publish, Reply, Start, Stop, Wake, decode
@@ -30,7 +31,7 @@ _STATUS_SECONDS = 1.0
 _DRAIN_SECONDS = 0.5
 _KILL_SECONDS = 10.0
 _WATCH_SECONDS = 0.5
-_MESSAGES_PER_SECOND, _MESSAGE_BURST = 200, 2000
+_DEAF_SECONDS = 5.0
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Source: include/uapi/linux/pidfd.h
 
 
@@ -39,16 +40,26 @@ class ProcessExit(ProcessError):
 
     Args:
         status: its exit status, or the negative number of the signal that ended it; None when nobody knows.
-        expected: it was told to end.
     """
 
-    def __init__(
-        self, subject: str, problem: str, cure: str, *, reason: Reason, status: int | None, expected: bool, tail: str
-    ) -> None:
+    def __init__(self, subject: str, problem: str, cure: str, *, reason: Reason, status: int | None) -> None:
         super().__init__(subject, problem, cure, reason=reason)
         self.status = status
-        self.expected = expected
-        self.tail = tail
+
+
+@dataclass
+class _Moving:
+    """The time limit of a command that may take as long as it moves."""
+
+    limit: asyncio.Timeout
+    seconds: float
+    last: Progress | None = None
+
+    def extend(self, said: Progress) -> None:
+        """Begin the time anew when something has moved."""
+        if said != self.last and not self.limit.expired():
+            self.last = said
+            self.limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
 
 
 class ModelProcess:
@@ -101,10 +112,12 @@ class ModelProcess:
         self._next_id = 1
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._progress: dict[int, ProgressSaid] = {}
+        self._moving: dict[int, _Moving] = {}
         self._stopping = False
         self._killed = False
         self._over_memory = False
-        self._garbled = False
+        self._garbled = ""  # what it said that it must not say
+        self._deaf = False  # it closed its control channel
         self._dead = asyncio.Event()
         loop.add_reader(self._pidfd, self._died)
         self._reader = asyncio.create_task(self._read(), name=f"read {self.instance}")
@@ -133,6 +146,12 @@ class ModelProcess:
     ) -> Reply:
         """Send a command and wait for its reply; several may be under way. `Start` gets the listening socket added.
 
+        Args:
+            command: what to do.
+            descriptors: sent along; they stay open here.
+            timeout_seconds: for the reply; of `Start` and `Publish`, which may take long, without any progress.
+            progress: called with what the process says while it is at it.
+
         Raises:
             ProcessError: the process refused it, did not answer in time, or ended (`ProcessExit`).
         """
@@ -147,20 +166,21 @@ class ModelProcess:
             descriptors = (self.listener.fileno(), *descriptors)
         envelope = Envelope(number, self.generation, self.instance, command)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(timeout_seconds) as limit:
+                if isinstance(command, Start | Publish):
+                    self._moving[number] = _Moving(limit, timeout_seconds)
                 with contextlib.suppress(ChannelClosed):  # it is ending: the waiter gets to know why
                     await self._channel.send(envelope.to_message(), descriptors)
                 reply = await waiter
         except TimeoutError as error:
-            raise ProcessError(
-                self.subject,
-                f"its process did not answer {command.op!r} in {timeout_seconds:g} s",
-                _LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, "see its log"))[1],
-                reason=_LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, ""))[0],
-            ) from error
+            reason, cure = _LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, "see its log"))
+            moving = " without any progress" if number in self._moving else ""
+            problem = f"its process did not answer {command.op!r} in {timeout_seconds:g} s{moving}"
+            raise ProcessError(self.subject, problem, cure, reason=reason) from error
         finally:
             self._replies.pop(number, None)
             self._progress.pop(number, None)
+            self._moving.pop(number, None)
         if not reply.ok:
             reason = Reason(reply.reason) if reply.reason in set(Reason) else Reason.HANDLER_FAILED
             refusal = ProcessError(self.subject, reply.message, "", reason=reason)
@@ -171,19 +191,13 @@ class ModelProcess:
 
     async def _read(self) -> None:
         """Take what the process says. It runs a stranger's code: a flood, or anything that is no message, ends it."""
-        allowed, counted_seconds = float(_MESSAGE_BURST), time.monotonic()
         try:
             while True:
-                now = time.monotonic()
-                allowed = min(_MESSAGE_BURST, allowed + (now - counted_seconds) * _MESSAGES_PER_SECOND) - 1
-                counted_seconds = now
-                if allowed < 0:
-                    raise ProcessError(self.subject, "it floods its control channel")
-                message, descriptors = await self._channel.receive()
-                for descriptor in descriptors:  # none is expected
-                    os.close(descriptor)
+                message, _ = await self._channel.receive()
                 said = decode(message)
                 if isinstance(said, Progress):
+                    for moving in self._moving.values():
+                        moving.extend(said)
                     for callback in list(self._progress.values()):
                         callback(said)
                 elif (waiter := self._replies.get(said.id)) is not None and not waiter.done():
@@ -191,8 +205,9 @@ class ModelProcess:
         except ChannelClosed:
             return
         except Exception as error:
-            log.warning("message_not_understood instance=%s error=%r", self.instance, error)
-            self._garbled = True
+            problem = error.problem if isinstance(error, OmniError) else repr(error)
+            log.warning("message_not_understood instance=%s problem=%r", self.instance, problem)
+            self._garbled = problem
             self.kill()
 
     # Memory
@@ -288,9 +303,10 @@ class ModelProcess:
         await self._release(self)
 
     async def _hung_up(self) -> None:
-        """A process that closes its control channel can be told nothing any more: it has 5 s to end."""
+        """A process that closes its control channel can be told nothing any more: it gets a moment to end."""
         await asyncio.wait([self._reader])
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(_DEAF_SECONDS)
+        self._deaf = not self._killed
         self.kill()
 
     async def _status(self) -> int | None:
@@ -303,7 +319,6 @@ class ModelProcess:
             return _status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
 
     def _reason(self, status: int | None) -> ProcessExit:
-        tail = self.output.tail()
         lines = [line.strip() for line in self.output.tail(200).splitlines() if line.strip()]
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
         said = f"; it said {last[:300]!r}" if last else ""
@@ -315,7 +330,9 @@ class ModelProcess:
             problem = f"it needed more than its {self.plan.memory_bytes >> 20} MiB of working memory and was ended"
             cure = "raise resources.hostMemory, or ask for less at once"
         elif self._garbled:
-            problem = "its process flooded its control channel, or sent what is no message, and was killed"
+            problem = f"its process was killed for what it said on its control channel: {self._garbled}"
+        elif self._deaf:
+            problem = "its process closed its control channel and was killed"
         elif self._stopping and not self._killed:
             problem = "it was stopped"
         elif self._killed:
@@ -328,8 +345,7 @@ class ModelProcess:
             problem = f"its process was ended by {_signal_name(-status)}{said}"
         else:
             problem = f"its process ended by itself with exit status {status}{said}"
-        expected = (self._stopping or self._killed) and not self._garbled and reason is Reason.CRASHED
-        return ProcessExit(self.subject, problem, cure, reason=reason, status=status, expected=expected, tail=tail)
+        return ProcessExit(self.subject, problem, cure, reason=reason, status=status)
 
 
 _LATE: dict[type[Command], tuple[Reason, str]] = {

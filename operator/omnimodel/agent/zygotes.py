@@ -19,7 +19,7 @@ from omnimodel.agent.journal import Entry, Journal, start_ticks
 from omnimodel.agent.zygote import ProgressSaid, Zygote, ZygoteReport
 from omnimodel.errors import IsolationError, OmniError, ProcessError, Reason
 from omnimodel.isolation import Reached, SandboxPlan
-from omnimodel.protocol.channel import AsyncChannel, ChannelClosed, socket_pair
+from omnimodel.protocol.channel import Allowance, AsyncChannel, ChannelClosed, socket_pair
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Zygotes:
             ProcessError: it did not start, or not in time.
         """
         ours, theirs = socket_pair()
-        channel = AsyncChannel(ours)
+        channel = AsyncChannel(ours, allowance=Allowance())
         named = dict(descriptors or {})
         message = {
             "op": "fork",
@@ -288,7 +288,7 @@ class Zygotes:
             ours.close()
             log.info("zygote_apart environment=%s modules=%s", environment, ",".join(reply["modules"]))
             return await self._exec(environment, None)
-        return await self._up(Zygote(AsyncChannel(ours), None, log_path), environment)
+        return await self._up(Zygote(AsyncChannel(ours, descriptors=1), None, log_path), environment)
 
     async def _exec(self, environment: Environment, progress: ProgressSaid | None) -> Zygote:
         ours, theirs = socket_pair()
@@ -312,7 +312,8 @@ class Zygotes:
                 start_new_session=True,  # Ctrl-C is for the agent, which drains in stages
             )
         self._journal.record(Entry(log_path.stem, process.pid, start_ticks(process.pid) or 0, ()))
-        zygote = Zygote(AsyncChannel(ours), process, log_path, self._replace_base if not environment else lambda: None)
+        channel = AsyncChannel(ours, descriptors=1)
+        zygote = Zygote(channel, process, log_path, self._replace_base if not environment else lambda: None)
         zygote.progress = progress
         return await self._up(zygote, environment)
 

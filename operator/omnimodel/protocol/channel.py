@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,46 +55,100 @@ def _ancillary(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[i
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
-class _Assembly:
-    """Packets of one message while they arrive."""
+class Allowance:
+    """How much a side that is not trusted may say: so much at once, and so much a second from then on.
 
-    def __init__(self) -> None:
+    Args:
+        packets_per_second, burst_packets: packets of it.
+        bytes_per_second, burst_bytes: bytes in them.
+    """
+
+    def __init__(
+        self,
+        packets_per_second: float = 200.0,
+        burst_packets: float = 2000.0,
+        bytes_per_second: float = 256 << 10,
+        burst_bytes: float = 4 << 20,
+    ) -> None:
+        self._rates = (packets_per_second, bytes_per_second)
+        self._bursts = (burst_packets, burst_bytes)
+        self._left = list(self._bursts)
+        self._counted_seconds = time.monotonic()
+
+    def take(self, packet_bytes: int) -> None:
+        """Count a packet.
+
+        Raises:
+            OmniError: it is too much.
+        """
+        now = time.monotonic()
+        passed_seconds, self._counted_seconds = now - self._counted_seconds, now
+        for index, amount in enumerate((1, packet_bytes)):
+            refilled = self._left[index] + passed_seconds * self._rates[index]
+            self._left[index] = min(self._bursts[index], refilled) - amount
+        if min(self._left) < 0:
+            raise OmniError("control channel", "it is flooded", "the other side is broken or hostile")
+
+
+class _Assembly:
+    """Packets of one message while they arrive.
+
+    Args:
+        descriptors: how many may come with it; the kernel drops what is more, without opening it here.
+        allowance: of the other side; None when it is trusted.
+    """
+
+    def __init__(self, descriptors: int, allowance: Allowance | None = None) -> None:
         self.body = b""
         self.descriptors: list[int] = []
         self.packets = 0
+        self._limit = descriptors
+        self._allowance = allowance
 
     def receive(self, sock: socket.socket) -> bool:
         """Read one packet; True when the message is whole."""
-        packet, ancillary, flags, _ = sock.recvmsg(
-            PACKET_BYTES + 1,
-            socket.CMSG_SPACE((DESCRIPTORS_PER_PACKET + 3) * array.array("i").itemsize),
-            socket.MSG_CMSG_CLOEXEC,
-        )
+        room = min(self._limit - len(self.descriptors), DESCRIPTORS_PER_PACKET)
+        # CMSG_LEN, not CMSG_SPACE: the padding of the latter has room for another descriptor.
+        room_bytes = socket.CMSG_LEN(room * array.array("i").itemsize) if room else 0
+        packet, ancillary, flags, _ = sock.recvmsg(PACKET_BYTES + 1, room_bytes, socket.MSG_CMSG_CLOEXEC)
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 self.descriptors.extend(received)
         if not packet:
-            self.discard()
             raise ChannelClosed("control channel", "the other side has closed it")
+        if self._allowance is not None:
+            self._allowance.take(len(packet))
+        if flags & socket.MSG_CTRUNC and room < DESCRIPTORS_PER_PACKET:
+            raise OmniError("control channel", f"a message came with more than the {self._limit} descriptors allowed")
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-            self.discard()
             raise OmniError("control channel", "a message arrived cut off", "raise the limit of open files (ulimit -n)")
         self.body += packet[1:]
         self.packets += 1
         if self.packets > PACKETS_PER_MESSAGE or len(self.body) > PACKET_BYTES:
-            self.discard()
             raise OmniError("control channel", "a message has no end", "the other side is broken or hostile")
         return packet[0] == 0
 
     def discard(self) -> None:
+        """Close what came."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
     def message(self) -> tuple[dict[str, Any], list[int]]:
-        return json.loads(self.body), self.descriptors
+        """The whole message.
+
+        Raises:
+            OmniError: it is no JSON object.
+        """
+        try:
+            message = json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise OmniError("control channel", f"what came is no JSON ({type(error).__name__})") from error
+        if not isinstance(message, dict):
+            raise OmniError("control channel", "what came is no JSON object")
+        return message, self.descriptors
 
 
 class Channel:
@@ -120,14 +175,16 @@ class Channel:
         Raises:
             ChannelClosed: the other side is gone.
         """
-        assembly = _Assembly()
+        assembly = _Assembly(PACKETS_PER_MESSAGE * DESCRIPTORS_PER_PACKET)
         try:
             while not assembly.receive(self.sock):
                 pass
-        except ConnectionResetError as error:
+            return assembly.message()
+        except BaseException as error:
             assembly.discard()
-            raise ChannelClosed("control channel", "the other side has closed it") from error
-        return assembly.message()
+            if isinstance(error, ConnectionResetError):
+                raise ChannelClosed("control channel", "the other side has closed it") from error
+            raise
 
     def close(self) -> None:
         """Close this end."""
@@ -135,11 +192,19 @@ class Channel:
 
 
 class AsyncChannel:
-    """The agent's end. One task receives; any task may send (packets of one message are never mixed with another's)."""
+    """The agent's end. One task receives; any task may send (packets of one message are never mixed with another's).
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: of the pair.
+        descriptors: how many may come with one message.
+        allowance: what the other side may say, when it is not trusted.
+    """
+
+    def __init__(self, sock: socket.socket, *, descriptors: int = 0, allowance: Allowance | None = None) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self._descriptors = descriptors
+        self._allowance = allowance
         self._sending = asyncio.Lock()
 
     async def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -164,23 +229,29 @@ class AsyncChannel:
 
         Raises:
             ChannelClosed: the other side is gone, or this end was closed.
+            OmniError: what came is no message, has more descriptors than are allowed, or is too much.
         """
-        assembly = _Assembly()
+        assembly = _Assembly(self._descriptors, self._allowance)
         try:
-            while True:
-                if self.sock.fileno() < 0:
-                    raise ChannelClosed("control channel", "it was closed")
-                try:
-                    if assembly.receive(self.sock):
-                        return assembly.message()
-                except BlockingIOError:
-                    await self._ready(write=False)
-        except OSError as error:
+            while not await self._packet(assembly):
+                pass
+            return assembly.message()
+        except BaseException as error:
             assembly.discard()
-            raise ChannelClosed("control channel", "the other side has closed it") from error
-        except asyncio.CancelledError:
-            assembly.discard()
+            if isinstance(error, OSError):
+                raise ChannelClosed("control channel", "the other side has closed it") from error
             raise
+
+    async def _packet(self, assembly: _Assembly) -> bool:
+        """Add one packet; True when the message is whole. Others get their turn although more packets are there."""
+        await asyncio.sleep(0)
+        while True:
+            if self.sock.fileno() < 0:
+                raise ChannelClosed("control channel", "it was closed")
+            try:
+                return assembly.receive(self.sock)
+            except BlockingIOError:
+                await self._ready(write=False)
 
     async def _ready(self, *, write: bool) -> None:
         loop = asyncio.get_running_loop()

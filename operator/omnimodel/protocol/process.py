@@ -98,6 +98,8 @@ class Stop:
     op: Literal["stop"] = "stop"
 
 
+_MESSAGE_CHARACTERS, _DETAIL_CHARACTERS = 2000, 8000  # of a failure: a packet holds 160 KiB, a character up to 12 bytes
+
 Command = Start | Publish | Wake | Evict | Ping | Stop
 _COMMANDS: dict[str, type[Any]] = {
     "start": Start,
@@ -169,12 +171,18 @@ class Reply:
     detail: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 
+    def number(self, name: str) -> int:
+        """A whole number of `values`; 0 when there is none, or what is there is none."""
+        value = self.values.get(name)
+        return value if type(value) is int and value > 0 else 0
+
     @classmethod
     def failed(cls, id: int, error: BaseException, detail: str = "") -> Reply:
         """The reply that says why a command was not done."""
         reason = error.reason if isinstance(error, OmniError) else Reason.HANDLER_FAILED
         text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
-        return cls(id, ok=False, reason=str(reason), message=text, detail=detail)
+        shown = text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]}…"
+        return cls(id, ok=False, reason=str(reason), message=shown, detail=detail[-_DETAIL_CHARACTERS:])
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,61 @@ def encode(message: Reply | Progress) -> dict[str, Any]:
     return {"kind": "reply" if isinstance(message, Reply) else "progress", **asdict(message)}
 
 
+_TEXT_CHARACTERS = 64 << 10  # of one field: a message is longer only if it is hostile
+_LARGEST = 1 << 62  # of a number: bytes, counts
+_FIELDS: dict[type[Any], dict[str, type[Any]]] = {
+    Reply: {
+        "id": int, "ok": bool, "seconds": float, "reason": str, "message": str, "detail": str, "values": dict,
+    },
+    Progress: {"stage": str, "done": int, "total": int},
+}  # fmt: skip
+_VALUES: dict[str, type[Any]] = {
+    "workingBytes": int,
+    "weightsBytes": int,
+    "tensors": int,
+    "mapSeconds": float,
+    "seconds": float,
+    "frozen": int,
+    "inFlight": int,
+    "abandoned": bool,
+}
+
+
 def decode(message: dict[str, Any]) -> Reply | Progress:
-    """Read a message of the process."""
+    """Read a message of the process. It runs a stranger's code, so that nothing of it is taken on trust.
+
+    Raises:
+        OmniError: it is no message of a process, or a field has another type than it must have, or no sense.
+    """
     body = dict(message)
-    return Reply(**body) if body.pop("kind") == "reply" else Progress(**body)
+    kinds: dict[Any, type[Reply | Progress]] = {"reply": Reply, "progress": Progress}
+    kind = body.pop("kind", None)
+    made = kinds.get(kind) if isinstance(kind, str) else None
+    if made is None:
+        raise OmniError("control channel", "what came is neither a reply nor progress")
+    fields = _FIELDS[made]
+    if unknown := sorted(set(body) - set(fields)):
+        raise OmniError("control channel", f"a {kind} has a field {unknown[0]!r:.100} that nobody knows")
+    for name, value in body.items():
+        _check(f"{kind} field {name}", value, fields[name])
+    for name, value in body.get("values", {}).items():
+        if name in _VALUES:
+            _check(f"value {name}", value, _VALUES[name])
+    try:
+        return made(**body)
+    except TypeError:
+        raise OmniError("control channel", f"a {kind} has too few fields") from None
+
+
+def _check(what: str, value: Any, wanted: type[Any]) -> None:
+    """Raise unless a value has its type (a float may be whole, a bool is no number) and sense."""
+    fits = isinstance(value, (int, float) if wanted is float else wanted)
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        raise OmniError("control channel", f"the {what} is no {_TYPES[wanted]}")
+    if isinstance(value, int | float) and not 0 <= value < _LARGEST:
+        raise OmniError("control channel", f"the {what} is out of range")
+    if isinstance(value, str) and len(value) > _TEXT_CHARACTERS:
+        raise OmniError("control channel", f"the {what} has {len(value)} characters")
+
+
+_TYPES: dict[type[Any], str] = {int: "whole number", float: "number", bool: "truth value", str: "text", dict: "object"}
