@@ -50,15 +50,15 @@ class TestReal:
     pytestmark = needs_memory
 
     def test_a_group_holds_its_limits_and_goes_without_a_trace(self, groups: Groups) -> None:
-        group = groups.create("smollm2", GroupLimits(memory_bytes=64 << 20, processes=7, cpu_weight=50))
+        group = groups.create("smollm2", GroupLimits(memory_bytes=64 << 20, processes=7, cpu_millis=1500))
         assert group.missing == ()
         texts = {
             path.name: path.read_text().strip()
             for folder in group.paths
             for path in Path(folder).iterdir()
-            if path.name in {"memory.limit_in_bytes", "memory.max", "pids.max", "cpu.shares", "cpu.weight"}
+            if path.name in {"memory.limit_in_bytes", "memory.max", "pids.max", "cpu.cfs_quota_us", "cpu.max"}
         }
-        assert set(texts.values()) <= {str(64 << 20), "7", "512", "50"}
+        assert set(texts.values()) <= {str(64 << 20), "7", "150000", "150000 100000"}
         assert len(texts) == 3
         assert group.remove()
         assert not any(os.path.exists(path) for path in group.paths)
@@ -155,7 +155,8 @@ def test_groups_that_may_not_be_written_are_missing_with_the_reason(tmp_path: Pa
                 "memory.limit_in_bytes": "1048576",
                 "memory.memsw.limit_in_bytes": "1048576",
                 "pids.max": "9",
-                "cpu.shares": "2048",
+                "cpu.cfs_period_us": "100000",
+                "cpu.cfs_quota_us": "25000",
             },
             id="version 1",
         ),
@@ -166,7 +167,7 @@ def test_groups_that_may_not_be_written_are_missing_with_the_reason(tmp_path: Pa
                 "memory.swap.max": "0",
                 "memory.oom.group": "1",
                 "pids.max": "9",
-                "cpu.weight": "200",
+                "cpu.max": "25000 100000",
             },
             id="version 2",
         ),
@@ -174,8 +175,15 @@ def test_groups_that_may_not_be_written_are_missing_with_the_reason(tmp_path: Pa
 )
 def test_what_is_written_for_each_version(version: int, rows: dict[str, str]) -> None:
     hierarchy = Hierarchy(version, frozenset({"memory", "pids", "cpu"}), Path("/"))
-    settings = limits._settings(hierarchy, GroupLimits(memory_bytes=1 << 20, processes=9, cpu_weight=200))
+    settings = limits._settings(hierarchy, GroupLimits(memory_bytes=1 << 20, processes=9, cpu_millis=250))
     assert {file: value for _, file, value in settings} == rows
+
+
+@pytest.mark.parametrize(("millis", "quota"), [(0, None), (1, "1000"), (10, "1000"), (100, "10000"), (2500, "250000")])
+def test_a_quota_is_never_below_what_the_kernel_takes(millis: int, quota: str | None) -> None:
+    hierarchy = Hierarchy(1, frozenset({"cpu"}), Path("/"))
+    rows = {file: value for _, file, value in limits._settings(hierarchy, GroupLimits(cpu_millis=millis))}
+    assert rows.get("cpu.cfs_quota_us") == quota
 
 
 @pytest.mark.parametrize(

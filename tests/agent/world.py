@@ -12,10 +12,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from omnimodel.agent.agent import Agent
-from omnimodel.api import OmniModel, OmniPool
+from omnimodel.api import OmniModel, OmniPool, ProcessSpec
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
-from omnimodel.render import render_process
+from omnimodel.render import fill_secrets, render_process
 
 MIB = 1 << 20
 
@@ -60,6 +60,7 @@ class World:
         self.folder = folder
         self.agent = Agent(folder / "state")
         self.pool = pool(176 * MIB)
+        self.config: dict[str, dict[str, dict[str, bytes]]] = {"configmaps": {}, "secrets": {}}
         self.manifests: dict[str, dict] = {}
         self.generations: dict[str, int] = {}
 
@@ -111,7 +112,9 @@ class World:
             model = OmniModel.model_validate(manifest).with_metadata(
                 uid=f"uid-{name}", generation=self.generations[name], creation_timestamp="2026-01-01T00:00:00Z"
             )
-            processes.append(render_process(model, self.pool))
+            process = render_process(model, self.pool, self.config)
+            spec = ProcessSpec.model_validate(fill_secrets(process.spec.to_dict(), self.config["secrets"]))
+            processes.append(process.model_copy(update={"spec": spec}))
         await self.agent.apply(processes, self.pool)
         if wait:
             for name in self.manifests:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from omnimodel.agent.spawner import ProcessRequest
+from omnimodel.agent.spawner import ProcessRequest, mounts_folder
+from omnimodel.errors import ProcessError
 from omnimodel.isolation import Level, Mount, SandboxPlan
+from omnimodel.memory.disk import disk_errors
 
 if TYPE_CHECKING:
     from omnimodel.agent.layout import Layout
@@ -48,7 +50,7 @@ def serving_request(
     mounts = [Mount(str(prepared.image.path), IMAGE_PATH)] if prepared.image else []
     if prepared.source is not None:
         mounts.append(_source_mount(prepared.source))
-    mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", prepared.source, spec["identity"]["uid"])
+    mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), prepared.source)
     return _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
 
 
@@ -65,7 +67,7 @@ def publishing_request(
     """The process that loads a model once and writes its image; `output` is all it can write."""
     instance = f"{spec['model']['namespace']}.{spec['model']['name']}.publish-{number}"
     mounts = [_source_mount(source)]
-    mounts += _mounts(spec["mounts"], layout.run / f"{instance}.mounts", source, spec["identity"]["uid"])
+    mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), source)
     memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
     return _request(subject, spec, layout, instance, mounts, environment, memory_bytes, writable=(str(output),))
 
@@ -106,6 +108,7 @@ def _request(
         paths=tuple(spec["environment"]["paths"]),
         env={"PATH": _PATH, **spec["env"]},
         working_dir=spec["workingDir"],
+        cpu_millis=limits["cpuMillis"],
     )
 
 
@@ -114,9 +117,22 @@ def _source_mount(source: Path) -> Mount:
     return Mount(str(source), f"{SOURCE_PATH}/{source.name}" if source.is_file() else SOURCE_PATH)
 
 
-def remove_mounts(layout: Layout, instance: str) -> None:
-    """Remove the files that were written for the mounts of a process that is gone."""
-    shutil.rmtree(layout.run / f"{instance}.mounts", ignore_errors=True)
+def _prepared_mounts(subject: str, spec: Mapping[str, Any], folder: Path, source: Path | None) -> list[Mount]:
+    """The mounts of the manifest; whoever ends the process removes `folder`, and nothing stays when this fails.
+
+    Raises:
+        OmniError: their files cannot be written.
+    """
+    try:
+        with disk_errors(str(folder)):
+            return _mounts(spec["mounts"], folder, source, spec["identity"]["uid"])
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ProcessError(
+                subject, f"the files of its mounts cannot be written: {error}", "let the agent write there"
+            ) from error
+        raise
 
 
 def _mounts(mounts: Sequence[Mapping[str, Any]], folder: Path, source: Path | None, uid: int) -> list[Mount]:

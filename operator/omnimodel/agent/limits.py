@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _AGENT_LEAF = "omnimodel-agent"
 _V1_CONTROLLERS = ("memory", "pids", "cpu", "freezer")
 _REMOVE_SECONDS = 5.0
+_PERIOD_MICROSECONDS = 100_000  # that a quota of processor time is given out in; the kernel's own default
+_SMALLEST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class GroupLimits:
     Args:
         memory_bytes: working memory; frames are charged to the agent, which touches them first. 0 for no limit.
         processes: processes and threads; 0 for no limit.
-        cpu_weight: share of the processor against the others, 1 to 10000, 100 as usual.
+        cpu_millis: thousandths of a core that it may compute with; 0 for no limit.
     """
 
     memory_bytes: int = 0
     processes: int = 0
-    cpu_weight: int = 100
+    cpu_millis: int = 0
 
 
 def parent_name(state_dir: str | os.PathLike[str]) -> str:
@@ -210,7 +212,6 @@ class Groups:
 
     hierarchies: tuple[Hierarchy, ...]
     missing: tuple[str, ...] = ()
-    _made: dict[str, Group] = field(default_factory=dict)
 
     @classmethod
     def detect(cls, state_dir: str | os.PathLike[str], root: Path = _CGROUP_ROOT) -> Groups:
@@ -237,7 +238,7 @@ class Groups:
         what = {
             "memory": "a memory limit by the kernel (the agent watches it instead)",
             "pids": "a limit of processes by control group",
-            "cpu": "a share of the processor",
+            "cpu": "a limit of the processor time (resources.cpu)",
         }
         missing = tuple(
             f"{promise}: {problems.get(controller, 'this machine has no such controller')}"
@@ -260,7 +261,7 @@ class Groups:
                     _write(folder / file, value)
                 except OSError as error:
                     if file not in _OPTIONAL:
-                        missing.append(f"limit of {controller}: {error.strerror}")
+                        missing.append(f"its limit of {controller}: {error.strerror}")
         group.missing = tuple(missing)
         return group
 
@@ -307,10 +308,12 @@ def _settings(hierarchy: Hierarchy, limits: GroupLimits) -> list[tuple[str, str,
         rows += [("memory", file, value) for file, value in files]
     if limits.processes:
         rows += [("pids", "pids.max", str(limits.processes))]
-    if hierarchy.version == 2:
-        rows += [("cpu", "cpu.weight", str(limits.cpu_weight))]
-    else:
-        rows += [("cpu", "cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)))]
+    if limits.cpu_millis:
+        quota = max(_SMALLEST_QUOTA_MICROSECONDS, limits.cpu_millis * _PERIOD_MICROSECONDS // 1000)
+        if hierarchy.version == 2:
+            rows += [("cpu", "cpu.max", f"{quota} {_PERIOD_MICROSECONDS}")]
+        else:
+            rows += [("cpu", "cpu.cfs_period_us", str(_PERIOD_MICROSECONDS)), ("cpu", "cpu.cfs_quota_us", str(quota))]
     return [row for row in rows if row[0] in hierarchy.controllers]
 
 

@@ -45,7 +45,7 @@ class ProcessRequest:
         preload: modules that a new zygote of this environment imports.
         env: environment variables, secrets included: they never pass through a zygote.
         working_dir: as the process sees it; empty for its /tmp.
-        cpu_weight: share of the processor, 100 as usual.
+        cpu_millis: thousandths of a core that it may compute with; 0 for no limit.
         target: what runs in it.
         fork_seconds: how long it may take until it is in its sandbox.
     """
@@ -59,9 +59,14 @@ class ProcessRequest:
     preload: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     working_dir: str = ""
-    cpu_weight: int = 100
+    cpu_millis: int = 0
     target: str = SERVE
     fork_seconds: float = 60.0
+
+
+def mounts_folder(run: Path, instance: str) -> Path:
+    """Where files that are written for the mounts of one process lie; they go with it."""
+    return run / f"{instance}.mounts"
 
 
 class Spawner:
@@ -98,16 +103,12 @@ class Spawner:
         log.info("isolation level=%s missing=%d", reached.level, len(reached.missing))
         return cls(root, zygotes or Zygotes(root), reached, groups)
 
-    def inside(self, plan: SandboxPlan, path: str) -> str:
-        """Where a path of the machine will be found by a process with this plan."""
-        return plan.inside(path, min(self.reached.level, plan.wanted, key=lambda level: level.strength))
-
     async def spawn(self, request: ProcessRequest) -> ModelProcess:
         """Fork a process, put it into its sandbox and control group, and let its code begin.
 
         Raises:
             IsolationError: the machine does not give the plan's minimum.
-            ProcessError: it did not start.
+            ProcessError: it did not start, or this machine is short of what a process takes.
         """
         plan = request.plan
         folder = self._run / plan.instance
@@ -120,7 +121,7 @@ class Spawner:
             socket_path, listener = self._listen(plan.instance)
             plan = self._prepare(plan, folder)
             output = self.pump.add(request.log_path)
-            limits = GroupLimits(plan.memory_bytes, plan.processes, request.cpu_weight)
+            limits = GroupLimits(plan.memory_bytes, plan.processes, request.cpu_millis)
             making = asyncio.ensure_future(asyncio.to_thread(self.groups.create, plan.instance, limits))
             try:
                 group = await asyncio.shield(making)
@@ -144,6 +145,7 @@ class Spawner:
             _offer_to_oom_killer(forked.pid)
             if not group.holds(forked.pid):
                 await asyncio.to_thread(group.add, forked.pid)
+            forked.reached = replace(forked.reached, missing=(*forked.reached.missing, *group.missing))
             scratch = {"TMPDIR": plan.scratch, "HOME": plan.scratch} if plan.scratch else {}
             process = ModelProcess(
                 request.subject,
@@ -168,6 +170,8 @@ class Spawner:
                 await self._undo(plan.instance, group, output, listener)
             if isinstance(error, ChannelClosed | ProcessLookupError):
                 raise ProcessError(request.subject, "its process ended before it began", "see its log") from error
+            if isinstance(error, OSError):
+                raise ProcessError(request.subject, f"its process cannot be made: {error}") from error
             if isinstance(error, OmniError):
                 error.subject = request.subject
             raise
@@ -214,9 +218,9 @@ class Spawner:
         if listener is not None:
             listener.close()
         (self._run / f"{instance}.sock").unlink(missing_ok=True)
-        folder = self._run / instance
-        if folder.exists():
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        for folder in (self._run / instance, mounts_folder(self._run, instance)):
+            if folder.exists():
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if group is not None:
             deadline = time.monotonic() + _REMOVE_SECONDS
             while not group.remove() and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import psutil
 
-from omnimodel.agent.confinement import remove_mounts, serving_request
+from omnimodel.agent.confinement import serving_request
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.preparation import FOREIGN_ENGINES, Preparation, Prepared
 from omnimodel.agent.process import ModelProcess
@@ -161,7 +161,6 @@ async def _process(subject: Subject, layout: Layout, spawner: Spawner, number: i
     finally:
         process.kill()
         await process.released
-        remove_mounts(layout, process.instance)
 
 
 def _start(subject: Subject, image: str) -> Start:
