@@ -86,6 +86,25 @@ async def test_equal_environments_share_a_derived_zygote_that_sees_their_package
         assert {one.pid, two.pid} <= set(children_of(derived))
 
 
+async def test_processes_live_on_when_the_zygote_of_their_environment_dies(tmp_path: Path) -> None:
+    overlay = package(tmp_path / "overlay", "library_of_the_overlay", "answer = 42\n")
+    async with children(tmp_path) as many:
+        plain = await many.make()
+        one, two = await many.make(environment=(overlay,)), await many.make(environment=(overlay,))
+        base, derived = (pid for pid, _ in many.spawner.zygotes.processes())
+        os.kill(derived, signal.SIGKILL)
+        await until(lambda: {one.pid, two.pid} <= set(children_of(base)))
+        plain.kill()
+        await until(lambda: not {derived, plain.pid} & set(children_of(base)))  # all that ended has been looked at
+        assert (await one.command(Ping())).ok
+        assert (await two.command(Ping())).ok
+        one.kill()
+        await one.released
+        three = await many.make(environment=(overlay,))
+        assert (await run(three, "import library_of_the_overlay as l; answer['x'] = l.answer"))["x"] == 42
+        assert (await two.command(Ping())).ok
+
+
 async def test_an_overlay_with_its_own_copy_of_a_loaded_package_gets_a_zygote_of_its_own(tmp_path: Path) -> None:
     old = package(tmp_path / "base", "library", "version = 1\n")
     new = package(tmp_path / "overlay", "library", "version = 2\n")

@@ -134,6 +134,7 @@ class Zygote:
         self.channel = channel
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._known: set[int] = set()
+        self._derived: set[int] = set()  # of the known: zygotes, whose children come to us when they die
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import, and say that it is up."""
@@ -185,7 +186,10 @@ class Zygote:
 
     def _end_orphans(self) -> None:
         """Without a pid namespace the children of a dead model come to us, whatever session they are in."""
-        for pid in set(_children()) - self._known:
+        strangers = set(_children()) - self._known
+        if any(_is_zombie(pid) for pid in self._derived):  # among them may be its models: it is reaped first
+            return
+        for pid in strangers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -198,6 +202,9 @@ class Zygote:
             if pid == 0:
                 self._end_orphans()
                 return
+            if pid in self._derived:  # its models live on, as ours
+                self._derived.discard(pid)
+                self._known.update(_children())
             if pid not in self._known:
                 continue
             self._known.discard(pid)
@@ -242,6 +249,7 @@ class Zygote:
             return
         pid = os.fork()
         if pid != 0:
+            self._derived.add(pid)
             self._introduce("derived", pid, about, 0.0)
             return
         try:
