@@ -10,6 +10,7 @@ import pytest
 
 from agent.children import children, code, run, until
 from omnimodel.agent import output
+from omnimodel.agent.logs import follow_log
 from omnimodel.agent.output import OutputPump
 from omnimodel.protocol.process import Ping
 
@@ -54,6 +55,59 @@ async def test_a_full_disk_does_not_stop_the_reading(tmp_path: Path) -> None:
     kept.close_writer()
     await kept.ended
     pump.close()
+
+
+async def test_a_log_that_could_not_be_turned_over_is_written_again_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(output, "FILE_BYTES", 1000)
+    in_the_way = tmp_path / "model.log.1"
+    in_the_way.mkdir()
+    pump = OutputPump()
+    kept = pump.add(tmp_path / "model.log")
+
+    async def say(number: int) -> None:
+        os.write(kept.write_descriptor, b"%099d\n" % number)
+        await until(lambda: kept.tail(1).endswith(f"{number:099d}"))
+
+    for number in range(20):
+        await say(number)
+    in_the_way.rmdir()
+    await say(20)
+    kept.close_writer()
+    await kept.ended
+    pump.close()
+    assert (tmp_path / "model.log").read_text() == f"{20:099d}\n"
+    assert in_the_way.read_text().startswith(f"{0:099d}\n")
+    assert len(caplog.records) == 1, "one warning, not one for each line"
+
+
+async def test_following_loses_nothing_to_a_rotation_or_to_a_fast_writer(tmp_path: Path) -> None:
+    path = tmp_path / "model.log"
+    path.write_bytes(b"before\n")
+    following = follow_log(path, tail=1, follow=True)
+    assert await anext(following) == b"before\n"
+    wanted = b"".join(b"%099d\n" % number for number in range(20_000))
+    with path.open("ab") as file:
+        file.write(wanted[:1_500_000])
+    path.rename(tmp_path / "model.log.1")
+    path.write_bytes(wanted[1_500_000:])
+    found = b""
+    async with asyncio.timeout(60):
+        while len(found) < len(wanted):
+            found += await anext(following)
+    await following.aclose()
+    assert found == wanted
+
+
+async def test_a_log_that_begins_later_is_followed_from_its_beginning(tmp_path: Path) -> None:
+    following = follow_log(tmp_path / "model.log", tail=10, follow=True)
+    first = asyncio.ensure_future(anext(following))
+    await asyncio.sleep(0)
+    (tmp_path / "model.log").write_bytes(b"first\n")
+    async with asyncio.timeout(60):
+        assert await first == b"first\n"
+    await following.aclose()
 
 
 @pytest.mark.root

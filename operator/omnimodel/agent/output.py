@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import selectors
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,12 @@ _TAIL_BYTES = 16 << 10
 _CHUNK_BYTES = 256 << 10
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
+_WARNING_SECONDS = 60.0  # between two warnings of one file
+
+
+def rotated(path: Path) -> Path:
+    """Where a log file goes when it has reached its size."""
+    return path.with_name(f"{path.name}.1")
 
 
 class Output:
@@ -38,8 +46,9 @@ class Output:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file: FileIO | None = path.open("ab", buffering=0)
         self._bytes = self._file.tell()
+        self._warned_seconds = -math.inf
         self._tail = bytearray()
         self._allowance = float(_BURST_BYTES)
         self._refilled = time.monotonic()
@@ -66,20 +75,34 @@ class Output:
 
     def _write(self, chunk: bytes) -> None:
         try:
+            if self._file is None:
+                self._open()
             if self._bytes + len(chunk) > FILE_BYTES:
-                self._file.close()
-                self.path.replace(self.path.with_name(self.path.name + ".1"))
-                self._file = self.path.open("ab", buffering=0)
-                self._bytes = 0
+                self.path.replace(rotated(self.path))
+                self._open()
+            assert self._file is not None
             self._file.write(chunk)
             self._bytes += len(chunk)
-        except (OSError, ValueError) as error:  # a full disk must not stop the reading
-            log.warning("log_write_failed path=%s error=%s", self.path, error)
+        except OSError as error:  # a full disk must not stop the reading; the next chunk opens the file again
+            self._close()
+            if time.monotonic() - self._warned_seconds > _WARNING_SECONDS:
+                self._warned_seconds = time.monotonic()
+                log.warning("log_write_failed path=%s error=%s", self.path, error)
+
+    def _open(self) -> None:
+        self._close()
+        self._file = self.path.open("ab", buffering=0)
+        self._bytes = self._file.tell()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def end(self) -> None:
         """No more will come. Called by the pump's thread."""
         self._say_dropped()
-        self._file.close()
+        self._close()
         os.close(self.read_descriptor)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._ended)
