@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from omnimodel.errors import ImageError, LedgerError, OmniError
-from omnimodel.memory.devices import open_device, open_window
+from omnimodel.memory.devices import open_device, open_window, pages
 from omnimodel.memory.devices.host import COPY_CHUNK_BYTES, HostDevice
 from omnimodel.memory.devices.host_window import HostWindow
 
@@ -280,6 +281,7 @@ device = HostDevice({FRAME}, threads=1)
 frames = device.create(1)
 window = HostWindow(1, {FRAME})
 import ctypes
+import errno
 tensor = (ctypes.c_ubyte * {FRAME}).from_address(window.address)
 window.map([os.dup(frames[0].descriptor)])
 assert int(tensor[0]) == 0
@@ -325,20 +327,25 @@ def test_a_window_does_not_give_tensors_outside_itself():
     window.close()
 
 
-def test_frames_can_be_adopted_from_the_descriptor_a_process_kept(device, tmp_path):
-    frames = device.create(2)
-    wake(device, image_file(tmp_path, 2 * FRAME), frames)
-    kept = descriptors_of(frames)
-    successor = HostDevice(FRAME, threads=1)
-    inode = frames[0].handle.inode
-    adopted = successor.adopt(5, kept[0], inode)
-    device.close()
-    assert content(adopted) == pattern(2 * FRAME, 1)[:FRAME]
-    ctypes.memset(adopted.handle.address, 0, FRAME)  # it is writable again
-    with pytest.raises(LedgerError, match="no frame of this agent"):
-        successor.adopt(6, kept[1], inode)
-    assert successor.create(1)[0].id > 5
-    successor.close()
+def test_a_frame_without_addresses_leaves_nothing_open(device, monkeypatch):
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(pages, "reserve", no_memory)
+    with pytest.raises(LedgerError, match="Cannot allocate memory"):
+        device.create(2)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_image_that_cannot_be_mapped_is_an_error_that_names_it(device, tmp_path, monkeypatch):
+    path = image_file(tmp_path, FRAME)
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(pages, "map_shared", no_memory)
+    with pytest.raises(ImageError, match="cannot be mapped: Cannot allocate memory"):
+        device.stage(str(path), FRAME)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def no_memory(*_arguments, **_options):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def test_frames_are_huge_pages_where_the_kernel_collapses(device):

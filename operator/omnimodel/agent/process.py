@@ -222,7 +222,7 @@ class ModelProcess:
     async def _watch_memory(self) -> None:
         """The memory limit of a machine without control groups for it."""
         while not self._dead.is_set():
-            if self.private_bytes() > self.plan.memory_bytes:
+            if await asyncio.to_thread(self.private_bytes) > self.plan.memory_bytes:
                 self._over_memory = True
                 self.kill()
                 return
@@ -282,7 +282,7 @@ class ModelProcess:
         if self._watcher is not None:
             self._watcher.cancel()
         status = await self._status()
-        self._kill_children()
+        await asyncio.to_thread(self._kill_children)
         await asyncio.wait([self._reader, self.output.ended], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
         reason = self._reason(status)

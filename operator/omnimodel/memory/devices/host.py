@@ -32,12 +32,10 @@ class HostFrame:
 
     Args:
         address: of the agent's writable mapping.
-        inode: of the memfd, which is what tells the frame from any other file.
         huge: whether it has 2 MiB pages.
     """
 
     address: int
-    inode: int
     huge: bool = False
 
 
@@ -157,16 +155,19 @@ class HostDevice:
             self._frames[number] = frame
         return frame
 
-    def _own(self, number: int, descriptor: int, *, populate: bool = False) -> Frame:
+    def _own(self, number: int, descriptor: int) -> Frame:
         readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        address = pages.reserve(self.frame_bytes)
         try:
-            pages.map_shared(descriptor, self.frame_bytes, address=address, writable=True, populate=populate)
+            address = pages.reserve(self.frame_bytes)
+            try:
+                pages.map_shared(descriptor, self.frame_bytes, address=address, writable=True)
+            except OSError:
+                pages.release(address, self.frame_bytes)
+                raise
         except OSError:
-            pages.release(address, self.frame_bytes)
             os.close(readable)
             raise
-        return Frame(number, readable, HostFrame(address, os.fstat(descriptor).st_ino))
+        return Frame(number, readable, HostFrame(address))
 
     def _fault_in(self, address: int) -> bool:
         """Fault the frame in now, so that its pages are charged here and not to the model that reads them first."""
@@ -176,33 +177,6 @@ class HostDevice:
             return True
         pages.zero(address, self.frame_bytes)
         return False
-
-    def adopt(self, number: int, descriptor: int, inode: int) -> Frame:
-        """Take back a frame of an earlier agent from a process that still has its descriptor.
-
-        Args:
-            number: its id then.
-            descriptor: what the process handed back; closed here.
-            inode: what the earlier agent wrote down for the frame.
-
-        Raises:
-            LedgerError: it is not that frame.
-        """
-        try:
-            status = os.fstat(descriptor)
-            if (status.st_ino, status.st_uid, status.st_size) != (inode, os.geteuid(), self.frame_bytes):
-                raise LedgerError(f"frame {number}", "what was handed back is no frame of this agent")
-            writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                frame = self._own(number, writable, populate=True)
-            finally:
-                os.close(writable)
-        finally:
-            os.close(descriptor)
-        with self._lock:
-            self._frames[number] = frame
-            self._next_id = max(self._next_id, number + 1)
-        return frame
 
     def destroy(self, frames: Sequence[Frame]) -> None:
         """Give frames back to the system; pages go when no process maps them any more."""
@@ -230,6 +204,10 @@ class HostDevice:
             if image_bytes == 0:
                 return HostStaged(path, 0, 0)
             address = pages.map_shared(descriptor, image_bytes)
+        except OSError as error:
+            raise ImageError(
+                path, f"cannot be mapped: {error.strerror}", "free memory, or raise vm.max_map_count"
+            ) from error
         finally:
             os.close(descriptor)
         try:
