@@ -89,8 +89,8 @@ def plugin(api_cluster: Connection, system: Running, namespace: str, tmp_path: P
     """A Service without pods, whose endpoint is the system of tests/cli."""
     host = own_address()
     forwarder = Forwarder(host, int(system.address.rpartition(":")[2]))
-    labels = {"app.kubernetes.io/part-of": "omnimodel", "app.kubernetes.io/component": "gateway"}
-    metadata = {"name": "omni-gateway", "namespace": namespace}
+    labels = {"app.kubernetes.io/part-of": "omnimodel", "app.kubernetes.io/component": "gateway-admin"}
+    metadata = {"name": "omni-gateway-admin", "namespace": namespace}
     # The API server passes requests on to pods only, at the addresses that their status says.
     container = {"name": "gateway", "image": "localhost/gateway:dev"}
     pod = {"name": "gateway-0", "namespace": namespace}
@@ -99,14 +99,14 @@ def plugin(api_cluster: Connection, system: Running, namespace: str, tmp_path: P
         {"apiVersion": "v1", "kind": "Pod", "metadata": pod, "spec": {"containers": [container]}},
         {
             "apiVersion": "v1", "kind": "Service", "metadata": {**metadata, "labels": labels},
-            "spec": {"ports": [{"name": "http", "port": 80, "targetPort": forwarder.port}]},
+            "spec": {"ports": [{"name": "admin", "port": 8081, "targetPort": forwarder.port}]},
         },
         {
             "apiVersion": "v1", "kind": "Endpoints", "metadata": metadata,
             "subsets": [
                 {
                     "addresses": [{"ip": host, "targetRef": target}],
-                    "ports": [{"name": "http", "port": forwarder.port}],
+                    "ports": [{"name": "admin", "port": forwarder.port}],
                 }
             ],
         },
@@ -120,7 +120,7 @@ def plugin(api_cluster: Connection, system: Running, namespace: str, tmp_path: P
     script = folder / "kubectl-omni"
     script.write_text(f"#!{sys.executable}\nfrom omnimodel.cli.kubectl import main\nmain()\n")
     script.chmod(0o755)
-    yield Plugin(api_cluster, folder, namespace, f"{namespace}/omni-gateway")
+    yield Plugin(api_cluster, folder, namespace, f"{namespace}/omni-gateway-admin")
     forwarder.close()
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from chart.chart import CHART, EVERYTHING, FOREIGN, ROOT, called, objects, options, template
 from cluster.connection import ClusterError, Connection
+from omnimodel.cli.kubectl import PORT, SELECTOR
 
 pytestmark = pytest.mark.cluster_api
 VALUES = [pytest.param({}, id="nothing set"), pytest.param(EVERYTHING, id="everything set")]
@@ -31,17 +32,76 @@ def test_an_api_server_takes_what_is_rendered(api_cluster: Connection, namespace
     assert len(said.splitlines()) == len(objects(rendered))
 
 
-@pytest.mark.parametrize("name", ["operator", "gateway"])
-def test_definitions_of_others_are_used_only_when_asked_for(api_cluster: Connection, name: str) -> None:
+def test_definitions_of_others_are_used_only_when_asked_for(api_cluster: Connection) -> None:
     foreign = {"HTTPRoute", "ServiceMonitor", "PodMonitor", "Ingress"}
     assert not foreign & {one["kind"] for one in objects(template(api_cluster))}
+    assert foreign - {"Ingress"} <= {one["kind"] for one in objects(template(api_cluster, FOREIGN))}
+
+
+def selected(documents: list[dict[str, Any]], labels: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The Services that have these labels."""
+    return (one for one in called(documents, "Service") if labels.items() <= one["metadata"]["labels"].items())
+
+
+def test_metrics_are_scraped_once_from_each_pod(api_cluster: Connection) -> None:
     documents = objects(template(api_cluster, FOREIGN))
-    assert foreign - {"Ingress"} <= {one["kind"] for one in documents}
-    services = list(called(documents, "Service", name))
-    assert (
-        services[0]["spec"]["ports"][0]["name"]
-        == next(called(documents, "ServiceMonitor"))["spec"]["endpoints"][0]["port"]
-    )
+    (monitor,) = called(documents, "ServiceMonitor")
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    scraped = [
+        (service["spec"]["selector"]["app.kubernetes.io/component"], port["targetPort"])
+        for service in selected(documents, monitor["spec"]["selector"]["matchLabels"])
+        for port in service["spec"]["ports"]
+        if port["name"] in ports
+    ]
+    assert sorted(scraped) == [("gateway", "admin"), ("operator", "http")]
+
+
+@pytest.mark.parametrize("values", [*VALUES, pytest.param(FOREIGN, id="with definitions of others")])
+def test_what_steers_is_published_nowhere(api_cluster: Connection, values: dict[str, Any]) -> None:
+    """Whatever leads here from outside leads to the Service of the public endpoints, and that to their port."""
+    documents = objects(template(api_cluster, values))
+    (gateway,) = called(documents, "Deployment", "gateway")
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    assert env["OMNI_LISTEN"] == f"0.0.0.0:{ports['http']}"
+    assert env["OMNI_ADMIN_LISTEN"] == f"0.0.0.0:{ports['admin']}"
+    services = {one["metadata"]["name"]: one["spec"] for one in called(documents, "Service", "gateway")}
+    public = services.pop("omni-omnimodel-gateway")
+    assert [port["targetPort"] for port in public["ports"]] == ["http"]
+    assert {spec["type"] for spec in services.values()} == {"ClusterIP"}
+    for ingress in called(documents, "Ingress"):
+        paths = [path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
+        assert {path["backend"]["service"]["name"] for path in paths} == {"omni-omnimodel-gateway"}
+    for route in called(documents, "HTTPRoute"):
+        backends = [backend for rule in route["spec"]["rules"] for backend in rule["backendRefs"]]
+        assert [(each["name"], each["port"]) for each in backends] == [
+            ("omni-omnimodel-gateway", public["ports"][0]["port"])
+        ]
+
+
+def test_only_those_who_are_named_reach_what_steers(api_cluster: Connection) -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    documents = objects(template(api_cluster, {"networkPolicy": {"adminPeers": peers, "agentPeers": peers}}))
+    (policy,) = called(documents, "NetworkPolicy", "gateway")
+    rules = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    assert rules["http"] is None
+    (check,) = called(documents, "Pod", "check")
+    own, *others = rules["admin"]
+    assert own["podSelector"]["matchLabels"].items() <= check["metadata"]["labels"].items()
+    assert others == peers
+    (policy,) = called(documents, "NetworkPolicy", "agent")
+    gateway, *others = policy["spec"]["ingress"][0]["from"]
+    (deployment,) = called(documents, "Deployment", "gateway")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert gateway["podSelector"]["matchLabels"].items() <= labels.items()
+    assert others == peers
+
+
+def test_kubectl_omni_finds_the_service_of_the_admin_port(api_cluster: Connection) -> None:
+    wanted = dict(label.split("=") for label in SELECTOR.split(","))
+    (service,) = selected(objects(template(api_cluster)), wanted)
+    assert [port["name"] for port in service["spec"]["ports"]] == [PORT]
 
 
 def test_the_crds_are_the_repositorys_but_for_being_kept(api_cluster: Connection) -> None:

@@ -315,6 +315,8 @@ class System:
         self.lines: asyncio.Queue[bytes] = asyncio.Queue()
         self.happened: list[Event] = []
         self.followers = 0
+        self.most_lines = 1000
+        self.breaks: Exception | None = None  # what becomes of a followed log after its next line
 
     def objects(self, kind: str) -> Sequence[Mapping[str, Any]]:
         return self.kinds[kind]
@@ -342,12 +344,16 @@ class System:
 
     async def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         self._known(name)
-        for number in range(tail):
+        for number in range(min(tail, self.most_lines)):
             yield f"line {number}\n".encode()
         self.followers += 1
         try:
             while follow:
-                yield await self.lines.get()
+                line = await self.lines.get()
+                if line:
+                    yield line
+                if self.breaks:
+                    raise self.breaks
         finally:
             self.followers -= 1
 

@@ -10,10 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.world import World, until
-from omnimodel.errors import OmniError
+from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.gateway.app import create_app, serve
 from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH, Event
 
+LOST = DispatchError("agent default-0", "does not answer", reason=Reason.DRAINING, status=503)
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -106,6 +107,41 @@ async def test_followed_logs_do_not_hold_up_the_end(full: World) -> None:
     assert await response.read() == b""
 
 
+async def test_a_log_that_breaks_off_ends_the_answer_and_nothing_else(full: World) -> None:
+    """A second head in the middle of a body reads like a part of the log."""
+    full.system.breaks = LOST
+    response = await full.session.get(full.url + ADMIN_PATH + "/models/default/smollm2/logs?tail=1&follow=true")
+    assert await response.content.readline() == b"line 0\n"
+    full.system.lines.put_nowait(b"last\n")
+    assert await response.content.readline() == b"last\n"
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await response.content.readline()
+    assert (await full.get("/healthz")).status == 200
+
+
+async def test_a_log_that_breaks_off_at_once_says_why(full: World) -> None:
+    full.system.breaks = LOST
+    full.system.lines.put_nowait(b"")
+    response = await full.get(ADMIN_PATH + "/models/default/smollm2/logs?tail=0&follow=true")
+    assert response.status == 503
+
+
+async def test_a_failure_of_the_gateway_in_the_middle_of_a_log_ends_the_answer(full: World) -> None:
+    full.system.breaks = RuntimeError("a fault")
+    response = await full.session.get(full.url + ADMIN_PATH + "/models/default/smollm2/logs?tail=1&follow=true")
+    assert await response.content.readline() == b"line 0\n"
+    full.system.lines.put_nowait(b"last\n")
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await response.read()
+
+
+async def test_any_number_of_lines_may_be_asked_for(full: World) -> None:
+    full.system.most_lines = 3
+    response = await full.get(ADMIN_PATH + "/models/default/smollm2/logs?tail=1e300")
+    assert response.status == 200
+    assert len((await response.text()).splitlines()) == 3
+
+
 async def test_events_are_lines_of_json(full: World) -> None:
     full.system.happened = [Event(1.5, "OmniModel", "default", "smollm2", "Normal", "Woken", "woken in 0.1 s")]
     response = await full.get(ADMIN_PATH + "/events")
@@ -152,10 +188,30 @@ async def test_metrics_tell_requests_waits_tiers_and_swaps(full: World) -> None:
     assert found[sample("omni_tier_bytes", tier="resident", memory="device")] == 100
     assert found[sample("omni_tier_bytes", tier="warm", memory="host")] == 20
     assert found[sample("omni_models", tier="warm")] == 1
-    assert found[sample("omni_swaps_total", model="smollm2", cause="wake")] == 3
-    assert found[sample("omni_swaps_total", model="minilm", cause="idle")] == 1
+    assert found[sample("omni_swaps_total", model="smollm2", pod="", cause="wake")] == 3
+    assert found[sample("omni_swaps_total", model="minilm", pod="", cause="idle")] == 1
     assert found[sample("omni_pool_bytes", pool="default", kind="budget")] == 1000
     assert found[sample("omni_pool_overcommit_ratio", pool="default")] == 3.5
+
+
+async def test_no_two_samples_are_of_the_same_series(full: World) -> None:
+    """A model in two pods, and one of the same name in another namespace."""
+    here = omnimodel("smollm2", pod="default-0", tier="resident", wakes=3, lastWakeSeconds=0.25)
+    here["status"]["residency"].append({"pod": "default-1", "tier": "warm", "wakes": 2, "lastWakeSeconds": 0.5})
+    there = omnimodel("smollm2", pod="default-0", tier="warm", wakes=7)
+    there["metadata"]["namespace"] = "team"
+    full.system.kinds["OmniModel"] = [here, there]
+    pool = full.system.kinds["OmniPool"][0]
+    full.system.kinds["OmniPool"].append({**pool, "metadata": {"name": "default", "namespace": "team"}})
+    text = await (await full.get("/metrics")).text()
+    names = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(names) == len(set(names))
+    found = await metrics_of(full)
+    assert found[sample("omni_swaps_total", model="smollm2", pod="default-0", cause="wake")] == 3
+    assert found[sample("omni_swaps_total", model="smollm2", pod="default-1", cause="wake")] == 2
+    assert found[sample("omni_swaps_total", model="team/smollm2", pod="default-0", cause="wake")] == 7
+    assert found[sample("omni_last_wake_seconds", model="smollm2", pod="default-1")] == 0.5
+    assert found[sample("omni_pool_overcommit_ratio", pool="team/default")] == 3.5
 
 
 async def test_the_oldest_waiter_has_an_age(full: World) -> None:

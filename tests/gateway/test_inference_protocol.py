@@ -101,5 +101,25 @@ async def test_an_alias_sets_what_the_request_does_not(named: World) -> None:
     assert json.loads(named.process.bodies[0]) == {**json.loads(BODY), "parameters": {"top": 5}}
 
 
+async def test_an_alias_sets_fields_before_binary_tensors(named: World) -> None:
+    named.agent.change("resnet", defaults={"org/resnet:50": {"parameters": {"top": 5}}})
+    tensors = bytes(range(256))
+    headers = {"Inference-Header-Content-Length": str(len(BODY))}
+    response = await named.post("/v2/models/org/resnet:50/infer", data=BODY + tensors, headers=headers)
+    assert response.status == 200, await response.text()
+    sent, length = named.process.bodies[0], int(named.process.headers[0]["Inference-Header-Content-Length"])
+    assert json.loads(sent[:length]) == {**json.loads(BODY), "parameters": {"top": 5}}
+    assert sent[length:] == tensors
+
+
+@pytest.mark.parametrize("length", ["many", "-1", "100000"])
+async def test_a_length_that_makes_no_sense_is_refused(named: World, length: str) -> None:
+    named.agent.change("resnet", defaults={"org/resnet:50": {"parameters": {"top": 5}}})
+    headers = {"Inference-Header-Content-Length": length}
+    response = await named.post("/v2/models/org/resnet:50/infer", data=BODY, headers=headers)
+    assert response.status == 400
+    assert f'Inference-Header-Content-Length is "{length}"' in (await response.json())["error"]
+
+
 async def test_embedders_answer_here_too(world: World) -> None:
     assert (await world.post("/v2/models/minilm/infer", data=BODY)).status == 200

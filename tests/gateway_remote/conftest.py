@@ -1,19 +1,22 @@
-"""The world of tests/gateway, with a network between its gateway and its agent."""
+"""The world of tests/gateway, with a network between its gateway and its agent; and a gateway before two agents."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from gateway.conftest import settings
 from gateway.standin import Agent, Process, System
-from gateway.world import World, until
-from gateway_remote.world import start_pod
+from gateway.world import World, listening_world, stock, until
+from gateway_remote.world import Cluster, start_pod
 from omnimodel.gateway.app import create_app, serve
 from omnimodel.gateway.gateway import GATEWAY
+from omnimodel.gateway.order import Place
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.settings import Settings
 
@@ -53,35 +56,43 @@ class FreshBackend(RoutingBackend):
 
 
 @pytest.fixture
-def settings() -> Settings:
-    """What a test may override."""
-    return Settings(keepalive_seconds=0.05, drain_seconds=5.0)
-
-
-@pytest.fixture
 async def world(tmp_path: Path, settings: Settings) -> AsyncIterator[World]:
     process = Process(tmp_path / "model.sock")
     await process.start()
-    agent, system = TellingAgent(process), System()
-    agent.add("smollm2", served_names=("smollm2", "gpt-4o", "HuggingFaceTB/SmolLM2:135m"))
-    agent.add("minilm", "embeddings")
-    agent.add("whisper", "automatic-speech-recognition")
-    agent.add("piper", "text-to-speech")
-    agent.add("resnet", "infer", inputs=({"name": "image", "datatype": "FP32", "shape": [-1, 3]},))
+    agent = TellingAgent(process)
+    stock(agent)
     pod = await start_pod(tmp_path, "pod-0", process=process, agent=agent)
     agent.reporter = pod.reporter
     backend = FreshBackend()
     backend.stand_in = agent
     backend.set_agents([pod.address])
     await until(lambda: len(backend._by_model) == 5)
-    app = create_app(backend, system, settings=settings)
-    listening = await serve(app, "127.0.0.1", 0)
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    yield World(process, agent, system, session, app[GATEWAY], listening, listening.address)
-    process.gate.set()
-    await session.close()
-    await listening.close()
+    async with listening_world(process, agent, settings, backend) as found:
+        yield found
     await backend.close()
     await asyncio.wait_for(pod.listening.close(), 10)
     await agent.session.close()
     await process.stop()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        pods = []
+        for index in range(2):
+            pod = await start_pod(tmp_path, f"pod-{index}", Place("eu", f"eu-{index}"))
+            stack.push_async_callback(pod.close)
+            pods.append(pod)
+        backend = RoutingBackend(here=Place("eu", "eu-0"))
+        stack.push_async_callback(backend.close)
+        backend.set_agents([pod.address for pod in pods])
+        app = create_app(backend, System(), settings=Settings(keepalive_seconds=0.05, drain_seconds=2.0))
+        listening = await serve(app, "127.0.0.1", 0)
+        stack.push_async_callback(listening.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        yield Cluster(pods, backend, listening.address, app[GATEWAY], session)
+        for pod in pods:
+            pod.process.gate.set()
+
+
+__all__ = ["settings"]  # the fixture of tests/gateway

@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from gateway.standin import Agent, Process, System
+from gateway.world import until
 from omnimodel.gateway.app import Listening, create_app, serve
 from omnimodel.gateway.gateway import GATEWAY, Gateway
 from omnimodel.gateway.order import Place
+from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.seats import Address
 from omnimodel.gateway.settings import Settings
 from omnimodel.protocol.ingress import key_of
 from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport
+
+PATH = "/v1/chat/completions"
 
 
 class Reporter:
@@ -113,3 +119,37 @@ async def start_pod(
     app = create_app(agent, system, settings=Settings(drain_seconds=0.2), reporting=reporter)
     listening = await serve(app, "127.0.0.1", 0)
     return Pod(name, process, agent, system, reporter, app[GATEWAY], listening, place or Place())
+
+
+def chat(model: str = "m", **more) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}], **more}
+
+
+class Cluster:
+    """Two pods and a gateway."""
+
+    def __init__(self, pods: list[Pod], backend: RoutingBackend, url: str, gateway, session) -> None:
+        self.pods = pods
+        self.backend = backend
+        self.url = url
+        self.gateway = gateway
+        self.session = session
+
+    def add(self, name: str = "m", task: str = "text-generation", **more):
+        return [pod.add(name, task, **more) for pod in self.pods]
+
+    async def known(self, key: str = "default/m", pods: int = 2) -> None:
+        await until(lambda: len(self.backend._by_model.get(key, ())) == pods)
+
+    async def tiers(self, *tiers: str, key: str = "default/m") -> None:
+        """Wait until the gateway knows where the model is."""
+        seats = [self.backend.seats[pod.listening.address] for pod in self.pods]
+        await until(lambda: [seat.snapshot and seat.snapshot.cards[key].tier for seat in seats] == list(tiers))
+
+    async def post(self, path: str = PATH, **more) -> aiohttp.ClientResponse:
+        response = await self.session.post(self.url + path, **more)
+        await response.read()
+        return response
+
+    def asked(self) -> list[int]:
+        return [len(pod.agent.requests) for pod in self.pods]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from omnimodel.cli.up import Listen, Stops
 from omnimodel.errors import OmniError
 
 if TYPE_CHECKING:
+    from aiohttp.web import Application
+
     from omnimodel.gateway.remote_admin import AgentsAdmin
     from omnimodel.gateway.routing import RoutingBackend
     from omnimodel.gateway.routing_measures import RoutingMeasures
@@ -30,8 +32,8 @@ SYNC_SECONDS = 60.0
 class Options:
     """What `omni gateway` was asked for."""
 
-    host: str
-    port: int
+    listen: tuple[str, int]
+    admin_listen: tuple[str, int] | None
     agents: tuple[str, ...]
     namespaces: tuple[str, ...]
     kubeconfig: str
@@ -50,6 +52,9 @@ def words(_: click.Context, __: click.Parameter, value: Sequence[str]) -> tuple[
 @click.command()
 @click.option("--listen", type=Listen(), envvar="OMNI_LISTEN", default="127.0.0.1:8080", show_default=True,
               help="Where to answer; port 0 takes a free one.")  # fmt: skip
+@click.option("--admin-listen", type=Listen(), envvar="OMNI_ADMIN_LISTEN",
+              help="Where to answer the people who run this: everything. Then --listen answers clients of models, and "
+              "nobody steers or sees more there.  [default: everything at --listen]")  # fmt: skip
 @click.option("--agents", multiple=True, envvar="OMNI_AGENTS", callback=words, metavar="URL,…",
               help="The agents, or systems of `omni up`; without it those that a cluster has.")  # fmt: skip
 @click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", callback=words, metavar="NAME,…",
@@ -68,6 +73,7 @@ def words(_: click.Context, __: click.Parameter, value: Sequence[str]) -> tuple[
 def command(
     context: click.Context,
     listen: tuple[str, int],
+    admin_listen: tuple[str, int] | None,
     agents: tuple[str, ...],
     namespaces: tuple[str, ...],
     kubeconfig: str,
@@ -83,9 +89,12 @@ def command(
     log_to_stderr(debug=bool(context.obj))
     asyncio.run(
         serve(
-            Options(*listen, agents, namespaces, kubeconfig, agent_port, region, zone, drain_seconds, linger_seconds),
+            Options(
+                listen, admin_listen, agents, namespaces, kubeconfig, agent_port, region, zone, drain_seconds,
+                linger_seconds,
+            ),
         )
-    )
+    )  # fmt: skip
 
 
 def log_to_stderr(*, debug: bool) -> None:
@@ -108,8 +117,7 @@ async def serve(options: Options) -> None:
     """
     from prometheus_client import CollectorRegistry
 
-    from omnimodel.gateway.app import create_app
-    from omnimodel.gateway.app import serve as listen
+    from omnimodel.gateway.app import create_app, create_public_app
     from omnimodel.gateway.gateway import GATEWAY
     from omnimodel.gateway.routing_measures import RoutingMeasures
     from omnimodel.gateway.settings import Settings
@@ -117,22 +125,35 @@ async def serve(options: Options) -> None:
     stops = Stops()
     registry = CollectorRegistry()
     measures = RoutingMeasures(registry)
-    async with (_by_hand if options.agents else _by_cluster)(options, measures) as (backend, admin):
+    async with (_by_hand if options.agents else _by_cluster)(options, measures) as (backend, admin, following):
         settings = Settings(drain_seconds=options.drain_seconds, needs_pool=False)
         app = create_app(backend, admin, settings=settings, metrics_registry=registry)
-        listening = await listen(app, options.host, options.port)
-        print(f"listening on {listening.address}", file=sys.stderr, flush=True)
-        closing = asyncio.create_task(_close_after(stops, app[GATEWAY].leaving, options.linger_seconds))
-        await closing
-        print("stopping: requests in flight may finish", file=sys.stderr, flush=True)
-        ended = asyncio.create_task(listening.close())
-        hurry = asyncio.create_task(stops.next())
-        await asyncio.wait({ended, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
-        if not ended.done():
-            ended.cancel()
-        await asyncio.gather(ended, hurry, return_exceptions=True)
+        apart = options.admin_listen is not None
+        async with AsyncExitStack() as stack:
+            if options.admin_listen is not None:
+                address = await _listen(stack, app, options.admin_listen)
+                print(f"listening on {address} for those who run this", file=sys.stderr, flush=True)
+            address = await _listen(stack, create_public_app(app) if apart else app, options.listen)
+            print(f"listening on {address}", file=sys.stderr, flush=True)
+            closing = asyncio.create_task(_close_after(stops, app[GATEWAY].leaving, options.linger_seconds))
+            await _first_of(closing, following)
+            print("stopping: requests in flight may finish", file=sys.stderr, flush=True)
+            ended = asyncio.create_task(stack.aclose())
+            hurry = asyncio.create_task(stops.next())
+            await asyncio.wait({ended, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (hurry, ended):
+                task.cancel()
+            await asyncio.gather(ended, hurry, return_exceptions=True)
     print("stopped", file=sys.stderr, flush=True)
+
+
+async def _listen(stack: AsyncExitStack, app: Application, where: tuple[str, int]) -> str:
+    """Listen until the stack is closed; the address."""
+    from omnimodel.gateway.app import serve as listen
+
+    listening = await listen(app, *where)
+    stack.push_async_callback(listening.close)
+    return listening.address
 
 
 async def _close_after(stops: Stops, leaving: asyncio.Event, linger_seconds: float) -> None:
@@ -144,7 +165,8 @@ async def _close_after(stops: Stops, leaving: asyncio.Event, linger_seconds: flo
     hurry.cancel()
 
 
-Made = tuple["RoutingBackend", "AgentsAdmin"]
+# A backend, what answers people, and the task that the backend depends on.
+Made = tuple["RoutingBackend", "AgentsAdmin", "asyncio.Task[None] | None"]
 
 
 @asynccontextmanager
@@ -159,7 +181,7 @@ async def _by_hand(options: Options, measures: RoutingMeasures) -> AsyncIterator
     backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures)
     backend.set_agents(Address(_url(agent)) for agent in options.agents)
     try:
-        yield backend, AgentsAdmin(backend, AgentObjects(backend))
+        yield backend, AgentsAdmin(backend, AgentObjects(backend)), None
     finally:
         await backend.close()
 
@@ -179,20 +201,31 @@ async def _by_cluster(options: Options, measures: RoutingMeasures) -> AsyncItera
         following = asyncio.create_task(discovery.run(backend), name="discovery")
         try:
             await _first_of(discovery.wait_synced(SYNC_SECONDS), following)
-            yield backend, AgentsAdmin(backend, discovery.objects)
+            yield backend, AgentsAdmin(backend, discovery.objects), following
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await backend.close()
 
 
-async def _first_of(wait: Any, other: asyncio.Task[Any]) -> None:
-    """Wait for something, unless a task that it depends on fails first."""
+async def _first_of(wait: Coroutine[Any, Any, Any] | asyncio.Task[Any], other: asyncio.Task[None] | None) -> None:
+    """Wait for something, unless a task that it depends on ends first.
+
+    Raises:
+        OmniError: that task ended, though it never should.
+    """
     waiting = asyncio.ensure_future(wait)
-    await asyncio.wait({waiting, other}, return_when=asyncio.FIRST_COMPLETED)
-    if other.done():
+    await asyncio.wait({waiting, other} if other else {waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if other is not None and other.done() and not waiting.done():
         waiting.cancel()
-        other.result()
+        await asyncio.gather(waiting, return_exceptions=True)
+        failure = other.exception()
+        log.error("discovery_ended error=%r", failure)
+        raise OmniError(
+            "gateway",
+            f"it can no longer follow the cluster ({failure!r})",
+            "the log says why; it is to be started anew",
+        ) from failure
     await waiting
 
 

@@ -1,7 +1,8 @@
 """`kubectl omni`: the commands of `omni` against the gateway of a cluster.
 
 kubectl itself carries every request (`kubectl proxy` on a socket that only this user can open, to the API server, to
-the gateway's Service): whatever way of logging in a kubeconfig holds works, and no port is opened on this machine.
+the Service of the gateway's admin port): whatever way of logging in a kubeconfig holds works, and no port is opened on
+this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ COMMANDS = {
     "version": ("omnimodel.cli.version", "Print the version."),
 }
 _WITHOUT_CLUSTER = frozenset({"version"})
-SELECTOR = "app.kubernetes.io/part-of=omnimodel,app.kubernetes.io/component=gateway"
+SELECTOR = "app.kubernetes.io/part-of=omnimodel,app.kubernetes.io/component=gateway-admin"
+PORT = "admin"  # name of the Service's port
+ANSWER_SECONDS = 60
 
 
 @click.group(
@@ -47,7 +50,7 @@ SELECTOR = "app.kubernetes.io/part-of=omnimodel,app.kubernetes.io/component=gate
 @click.option("--context", "cluster", default="", metavar="NAME", help="As of kubectl.")
 @click.option("-n", "--namespace", default="", help="Of models that are named without one.  [default: the context's]")
 @click.option("--gateway", default="", envvar="OMNI_GATEWAY", metavar="NAMESPACE/NAME",
-              help="The gateway's Service, where a cluster has several.")  # fmt: skip
+              help="The Service of the gateway's admin port, where a cluster has several.")  # fmt: skip
 @click.option("--debug", is_flag=True, envvar="OMNI_DEBUG", help="Show tracebacks.")
 @click.pass_context
 def kubectl_omni(
@@ -61,7 +64,7 @@ def kubectl_omni(
     options += [f"--context={cluster}"] if cluster else []
     kubectl = Kubectl(options)
     os.environ["OMNI_NAMESPACE"] = namespace or kubectl.namespace()
-    if "OMNI_ADDRESS" not in os.environ:
+    if gateway or "OMNI_ADDRESS" not in os.environ:
         os.environ["OMNI_ADDRESS"] = context.with_resource(kubectl.reaching(gateway))
 
 
@@ -84,7 +87,11 @@ class Kubectl:
         self._command = [program, *options]
 
     def _ask(self, *arguments: str) -> str:
-        done = subprocess.run([*self._command, *arguments], capture_output=True, text=True, check=False, timeout=60)
+        command = [*self._command, *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ConnectionFailed("kubectl", f"no answer of the API server within {ANSWER_SECONDS} s") from error
         if done.returncode:
             raise ConnectionFailed("kubectl", done.stderr.strip().removeprefix("error: ") or "it failed")
         return done.stdout
@@ -94,7 +101,7 @@ class Kubectl:
         return self._ask("config", "view", "--minify", "-o", "jsonpath={..namespace}").strip() or "default"
 
     def gateway(self, wanted: str) -> tuple[str, str]:
-        """Namespace and name of the gateway's Service.
+        """Namespace and name of the Service of the gateway's admin port.
 
         Args:
             wanted: `namespace/name`; empty for the only one.
@@ -130,7 +137,7 @@ class Kubectl:
                     first = proxy.stdout.readline() if proxy.stdout else ""
                     if not first.startswith("Starting to serve"):
                         raise ConnectionFailed("kubectl proxy", first.strip() or "it ended")
-                    service = f"/api/v1/namespaces/{namespace}/services/{name}:http/proxy"
+                    service = f"/api/v1/namespaces/{namespace}/services/{name}:{PORT}/proxy"
                     yield f"http+unix://{quote(str(path), safe='')}{service}"
                 finally:
                     proxy.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
@@ -12,12 +13,16 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from omnimodel.errors import OmniError
 from omnimodel.gateway.gateway import GATEWAY
 from omnimodel.gateway.refusals import RequestError
 from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH
 
+log = logging.getLogger(__name__)
+
 KINDS = {"omnimodels": "OmniModel", "omnipools": "OmniPool", "omniprocesses": "OmniProcess"}
 TAIL_LINES = 100
+MOST_LINES = 1_000_000  # of a tail; more are as good as all
 FIRST_SECONDS = 0.1  # how long the head of a followed stream waits for its first line
 _TRUE = ("", "1", "true", "yes")
 
@@ -96,7 +101,10 @@ async def _logs(request: web.Request) -> web.StreamResponse:
     if tail is None or tail < 0:
         raise RequestError(f'tail is "{text}"', "set it to a number of lines", param="tail")
     lines = request.app[GATEWAY].admin.logs(
-        request.match_info["namespace"], request.match_info["name"], tail=int(tail), follow=_follow(request)
+        request.match_info["namespace"],
+        request.match_info["name"],
+        tail=int(min(tail, MOST_LINES)),
+        follow=_follow(request),
     )
     return await _stream(request, lines, "text/plain; charset=utf-8")
 
@@ -123,23 +131,33 @@ async def _stream(request: web.Request, lines: AsyncIterator[bytes], content_typ
     """Send what comes until it ends, the client goes or the gateway is stopped.
 
     The first piece is awaited before the head is sent, so that an object that does not exist is a 404 and not an
-    empty 200; but not for long, because a log that is followed may be silent.
+    empty 200; but not for long, because a log that is followed may be silent. After the head a failure can only break
+    the answer off.
     """
     closing = asyncio.ensure_future(request.app[GATEWAY].closing.wait())
-    response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
     coming = asyncio.ensure_future(_next(lines))
     try:
         await asyncio.wait({coming, closing}, timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if coming.done():
             coming.result()
+        response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
         await response.prepare(request)
-        while True:
-            await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done() or (line := coming.result()) is None:
-                break
-            await response.write(line)
-            coming = asyncio.ensure_future(_next(lines))
-        await response.write_eof()
+        try:
+            while True:
+                await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done() or (line := coming.result()) is None:
+                    break
+                await response.write(line)
+                coming = asyncio.ensure_future(_next(lines))
+            await response.write_eof()
+        except ConnectionError:
+            log.debug("left path=%s", request.path)
+        except Exception as error:
+            if not isinstance(error, OmniError):
+                log.exception("failed path=%s", request.path)
+            log.info("broken_off path=%s error=%s", request.path, error)
+            if request.transport is not None:
+                request.transport.abort()
         return response
     finally:
         closing.cancel()

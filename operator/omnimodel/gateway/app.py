@@ -1,4 +1,9 @@
-"""The gateway as an application, and how it listens and ends."""
+"""The gateway as an application, and how it listens and ends.
+
+The whole application is for people who run the system: it has the admin API, metrics and the page beside the endpoints
+of models. Clients of models get the application of `create_public_app`, at an address of its own, wherever they are
+others than those people.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,18 @@ from omnimodel.gateway.measures import NO_MODEL
 from omnimodel.gateway.refusals import RequestError, refusal, status_of
 from omnimodel.gateway.relay import outcome_of
 from omnimodel.gateway.settings import Settings
-from omnimodel.protocol.admin import Admin
+from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH, Admin
 from omnimodel.protocol.dispatch import Backend
 from omnimodel.protocol.ingress import Reporting
 
 log = logging.getLogger(__name__)
 
+METRICS_PATH = "/metrics"
+_BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey(
+    "begun", web.StreamResponse
+)  # of a request: the answer whose head is on its way
+_PUBLIC: web.AppKey[bool] = web.AppKey("public", bool)  # the application is for clients only
+_FOR_OPERATORS = (ADMIN_PATH, OBJECTS_PATH, METRICS_PATH)
 _PAGE_HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": (
@@ -43,7 +54,7 @@ def create_app(
     metrics_registry: CollectorRegistry | None = None,
     reporting: Reporting | None = None,
 ) -> web.Application:
-    """Make the application. `serve` listens with it; another runner must set `handler_cancellation`.
+    """Make the whole application. `serve` listens with it; another runner must set `handler_cancellation`.
 
     Args:
         backend: the agent.
@@ -52,21 +63,32 @@ def create_app(
         metrics_registry: what /metrics shows; one of its own if there is none.
         reporting: the agent, when gateways in other pods may ask it (`protocol.ingress`).
     """
-    app = web.Application(client_max_size=0, middlewares=[_refusals])
-    app[GATEWAY] = Gateway(backend, admin, settings or Settings(), metrics_registry or CollectorRegistry())
-    app.router.add_routes(openai_routes.routes())
-    app.router.add_routes(inference_routes.routes())
+    app = _for_everybody(Gateway(backend, admin, settings or Settings(), metrics_registry or CollectorRegistry()))
     app.router.add_routes(admin_routes.routes())
     if reporting is not None:
         app.router.add_routes(IngressRoutes(reporting).routes())
-    app.router.add_routes(
-        [
-            web.get("/", _page),
-            web.get("/healthz", _healthz),
-            web.get("/readyz", _readyz),
-            web.get("/metrics", _metrics),
-        ]
-    )
+    app.router.add_routes([web.get("/", _page), web.get(METRICS_PATH, _metrics)])
+    return app
+
+
+def create_public_app(whole: web.Application) -> web.Application:
+    """Make the application for clients of the same gateway: models, liveness and readiness, and nothing that steers.
+
+    Args:
+        whole: made by `create_app`.
+    """
+    app = _for_everybody(whole[GATEWAY])
+    app[_PUBLIC] = True
+    return app
+
+
+def _for_everybody(gateway: Gateway) -> web.Application:
+    app = web.Application(client_max_size=0, middlewares=[_refusals])
+    app[GATEWAY] = gateway
+    app.router.add_routes(openai_routes.routes())
+    app.router.add_routes(inference_routes.routes())
+    app.router.add_routes([web.get("/healthz", _healthz), web.get("/readyz", _readyz)])
+    app.on_response_prepare.append(_begin)
     app.on_shutdown.append(_close)
     return app
 
@@ -124,10 +146,7 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
         return await handler(request)
     except web.HTTPNotFound:
         error: Exception = RequestError(
-            f"there is no {request.method} {request.path}",
-            "see docs/ for the endpoints",
-            status=404,
-            code="no_such_endpoint",
+            f"there is no {request.method} {request.path}", _elsewhere(request), status=404, code="no_such_endpoint"
         )
     except web.HTTPMethodNotAllowed as refused:
         error = RequestError(
@@ -135,6 +154,7 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
             f"use {' or '.join(sorted(refused.allowed_methods - {'HEAD'}))}",
             status=405,
             code="method_not_allowed",
+            allowed_methods=tuple(sorted(refused.allowed_methods)),
         )
     except web.HTTPException:
         raise
@@ -143,12 +163,28 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
     except Exception as failure:
         log.exception("failed path=%s", request.path)
         error = failure
+    begun: web.StreamResponse | None = request.get(_BEGUN)
+    if begun is not None:  # a second head would be taken for a part of the first answer's body
+        if request.transport is not None:
+            request.transport.abort()
+        return begun
     status = status_of(error)
     if request.method == "POST" and request.path.startswith(("/v1/", "/v2/")):
         request.app[GATEWAY].measures.ended(NO_MODEL, outcome_of(status))
     if status >= 500:
         log.info("refused path=%s status=%d error=%s", request.path, status, error)
     return refusal(error, request.path)
+
+
+async def _begin(request: web.Request, response: web.StreamResponse) -> None:
+    request[_BEGUN] = response
+
+
+def _elsewhere(request: web.Request) -> str:
+    """What to do about a path that is not there."""
+    if _PUBLIC in request.app and request.path.startswith(_FOR_OPERATORS):
+        return "ask at the gateway's admin address (--admin-listen); this one is for clients of models"
+    return "see docs/ for the endpoints"
 
 
 async def _close(app: web.Application) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,6 +16,7 @@ from omnimodel.gateway.names import Served, endpoint_of, find, not_found, resolv
 from omnimodel.gateway.refusals import RequestError
 from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
 
+LENGTH_HEADER = "Inference-Header-Content-Length"  # binary tensors follow so many bytes of JSON
 VERSION = "1"  # the only one: the manifest says which model a name is
 
 
@@ -88,7 +89,9 @@ async def _get(request: web.Request) -> web.Response:
     if card is None:
         raise not_found(cards, address.name)
     if address.verb == "infer":
-        raise RequestError("infer is asked for with GET", "use POST", status=405, code="method_not_allowed")
+        raise RequestError(
+            "infer is asked for with GET", "use POST", status=405, code="method_not_allowed", allowed_methods=("POST",)
+        )
     if address.verb == "ready":
         return web.json_response({"name": card.name, "ready": card.ready}, status=200 if card.ready else 503)
     return web.json_response(_metadata(card))
@@ -114,30 +117,54 @@ async def _post(request: web.Request) -> web.StreamResponse:
             f"send it to {endpoint_of(card)}",
             code="wrong_endpoint",
         )
+    headers = {
+        "Content-Type": request.headers.get("Content-Type", "application/json"),
+        **gateway.passed_headers(request),
+    }
     with gateway.buffered.lease() as lease:
         body = await read(request, lease, card.request_bytes, gateway.settings.upload_silence_seconds)
-        inference = InferenceRequest(
-            card.name,
-            "POST",
-            f"/v2/models/{card.name}/infer",
-            {
-                "Content-Type": request.headers.get("Content-Type", "application/json"),
-                **gateway.passed_headers(request),
-            },
-            await _checked(body, served),
-            terms.deadline_seconds,
-            terms.priority,
-        )
+        content = await _checked(body, served, headers)
+        path = f"/v2/models/{card.name}/infer"
+        inference = InferenceRequest(card.name, "POST", path, headers, content, terms.deadline_seconds, terms.priority)
         return await gateway.relay.carry(request, inference)
 
 
-async def _checked(body: bytes, served: Served) -> bytes:
-    """The body; read in full only where an alias sets fields, because the model reads its tensors anyway."""
+async def _checked(body: bytes, served: Served, headers: MutableMapping[str, str]) -> bytes:
+    """The body; read in full only where an alias sets fields, because the model reads its tensors anyway.
+
+    Args:
+        body: JSON, and behind it binary tensors where a header tells the length of the JSON.
+        served: with the fields of the alias.
+        headers: that go with it; the length is put right.
+    """
+    length = headers.get(LENGTH_HEADER)
     if served.defaults:
-        return json.dumps({**served.defaults, **await parse(body)}, separators=(",", ":")).encode()
+        end = _json_bytes(length, body)
+        fields = await parse(body[:end])
+        text = json.dumps({**served.defaults, **fields}, separators=(",", ":")).encode()
+        if length is not None:
+            headers[LENGTH_HEADER] = str(len(text))
+        return text + body[end:]
     if body[:256].lstrip()[:1] != b"{":
         await parse(body)  # says what it is instead
     return body
+
+
+def _json_bytes(length: str | None, body: bytes) -> int:
+    """How long the JSON of a body is.
+
+    Raises:
+        RequestError: the header that says so makes no sense.
+    """
+    if length is None:
+        return len(body)
+    if not length.isdecimal() or int(length) > len(body):
+        raise RequestError(
+            f'the header {LENGTH_HEADER} is "{length[:40]}"',
+            f"set it to the bytes of the JSON, at most the {len(body)} of the body",
+            param=LENGTH_HEADER,
+        )
+    return int(length)
 
 
 def _metadata(card: ModelCard) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
@@ -109,27 +109,44 @@ class IngressRoutes:
         await response.prepare(request)
         closing = request.app[GATEWAY].closing
         known: Snapshot | None = None
-        with suppress(ConnectionError):
-            while True:
-                last = closing.is_set()
-                snapshot = self._snapshot(request)
-                await response.write(json.dumps(changes(known, snapshot), separators=(",", ":")).encode() + b"\n")
-                known = snapshot
-                if last:
-                    break
-                await self._news(closing)
-            await response.write_eof()
+        async with self._news(closing) as news:
+            with suppress(ConnectionError):
+                while True:
+                    last = closing.is_set()
+                    news.clear()  # before the snapshot: what changes from here on is told in the next line
+                    snapshot = self._snapshot(request)
+                    await response.write(json.dumps(changes(known, snapshot), separators=(",", ":")).encode() + b"\n")
+                    known = snapshot
+                    if last:
+                        break
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(HEARTBEAT_SECONDS):
+                            await news.wait()
+                await response.write_eof()
         return response
 
-    async def _news(self, closing: asyncio.Event) -> None:
-        """Wait until there may be something to tell, or a sign of life is due."""
-        waits = {asyncio.ensure_future(self._reporting.wait_changed()), asyncio.ensure_future(closing.wait())}
+    @asynccontextmanager
+    async def _news(self, closing: asyncio.Event) -> AsyncIterator[asyncio.Event]:
+        """An event that is set when there may be something to tell, however often it is looked at."""
+        news = asyncio.Event()
+
+        async def changed() -> None:
+            while True:
+                await self._reporting.wait_changed()
+                news.set()
+
+        async def closed() -> None:
+            await closing.wait()
+            news.set()
+
+        tasks = [asyncio.create_task(changed()), asyncio.create_task(closed())]
+        await asyncio.sleep(0)  # both have begun to wait
         try:
-            await asyncio.wait(waits, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            yield news
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _snapshot(self, request: web.Request) -> Snapshot:
         gateway = request.app[GATEWAY]

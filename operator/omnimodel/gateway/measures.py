@@ -114,20 +114,22 @@ class _Reported(Collector):
     def _models(self) -> Iterable[Metric]:
         tiers: dict[str, int] = dict.fromkeys(("resident", "warm", "parked", "cold"), 0)
         tier_bytes = dict.fromkeys([(t, m) for t in tiers for m in ("device", "host")], 0)
-        swaps = CounterMetricFamily("omni_swaps", "Wakes and evictions by model and cause.", labels=["model", "cause"])
-        wake = GaugeMetricFamily("omni_last_wake_seconds", "How long the last wake took.", labels=["model"])
+        swaps = CounterMetricFamily(
+            "omni_swaps", "Wakes and evictions by model, pod and cause.", labels=["model", "pod", "cause"]
+        )
+        wake = GaugeMetricFamily("omni_last_wake_seconds", "How long the last wake took.", labels=["model", "pod"])
         for item in self._admin.objects("OmniModel"):
-            name = str(item["metadata"]["name"])
-            for entry in _entries(item):
+            name = _name(item)
+            for pod, entry in _by_pod(item).items():
                 tier = str(entry.get("tier", "cold"))
                 tiers[tier] = tiers.get(tier, 0) + 1
                 for memory in ("device", "host"):
                     held_bytes = int(entry.get(f"{memory}Bytes") or 0)
                     tier_bytes[tier, memory] = tier_bytes.get((tier, memory), 0) + held_bytes
                 for cause, count in _swaps(entry).items():
-                    swaps.add_metric([name, cause], count)
+                    swaps.add_metric([name, pod, cause], count)
                 if entry.get("lastWakeSeconds"):
-                    wake.add_metric([name], float(entry["lastWakeSeconds"]))
+                    wake.add_metric([name, pod], float(entry["lastWakeSeconds"]))
         by_tier = GaugeMetricFamily("omni_models", "Models by tier.", labels=["tier"])
         held = GaugeMetricFamily("omni_tier_bytes", "Bytes that models of a tier hold.", labels=["tier", "memory"])
         for tier, count in tiers.items():
@@ -140,7 +142,7 @@ class _Reported(Collector):
         size = GaugeMetricFamily("omni_pool_bytes", "Device bytes of a pool.", labels=["pool", "kind"])
         ratio = GaugeMetricFamily("omni_pool_overcommit_ratio", "Sum of footprints / budget.", labels=["pool"])
         for item in self._admin.objects("OmniPool"):
-            name, status = str(item["metadata"]["name"]), item.get("status") or {}
+            name, status = _name(item), item.get("status") or {}
             for kind in ("budget", "resident", "promised", "working", "free"):
                 if status.get(f"{kind}Bytes") is not None:
                     size.add_metric([name, kind], float(status[f"{kind}Bytes"]))
@@ -149,8 +151,15 @@ class _Reported(Collector):
         return size, ratio
 
 
-def _entries(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list((item.get("status") or {}).get("residency") or ())
+def _name(item: Mapping[str, Any]) -> str:
+    """As a card has it: with the namespace unless that is `default`."""
+    namespace, name = str(item["metadata"].get("namespace") or "default"), str(item["metadata"]["name"])
+    return name if namespace == "default" else f"{namespace}/{name}"
+
+
+def _by_pod(item: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """What each pod says; one machine has no name for itself."""
+    return {str(entry.get("pod") or ""): entry for entry in (item.get("status") or {}).get("residency") or ()}
 
 
 def _swaps(entry: Mapping[str, Any]) -> Mapping[str, float]:

@@ -24,6 +24,7 @@ class RequestError(OmniError):
         code: machine-readable, such as `model_not_found`.
         param: the field of the request that is wrong.
         retry_after_seconds: when it makes sense to try again; None when it does not.
+        allowed_methods: of HTTP, where another one was used.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class RequestError(OmniError):
         code: str = "invalid_request",
         param: str | None = None,
         retry_after_seconds: float | None = None,
+        allowed_methods: tuple[str, ...] = (),
     ) -> None:
         super().__init__("", problem, cure)
         self.status = status
         self.code = code
         self.param = param
         self.retry_after_seconds = retry_after_seconds
+        self.allowed_methods = allowed_methods
 
 
 def status_of(error: BaseException) -> int:
@@ -84,11 +87,13 @@ def error_body(error: BaseException, path: str) -> bytes:
 
 
 def refusal(error: BaseException, path: str) -> web.Response:
-    """The whole answer, with Retry-After where trying again makes sense."""
+    """The whole answer, with Retry-After where trying again makes sense, and Allow where another method does."""
     headers = {"Content-Type": "application/json"}
     after = error.retry_after_seconds if isinstance(error, RequestError | DispatchError) else None
     if after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(after)))
+    if isinstance(error, RequestError) and error.allowed_methods:
+        headers["Allow"] = ", ".join(error.allowed_methods)
     return web.Response(status=status_of(error), body=error_body(error, path), headers=headers)
 
 

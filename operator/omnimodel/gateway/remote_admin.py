@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -17,7 +19,12 @@ from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.seats import Seat
 from omnimodel.protocol.admin import ADMIN_PATH, Event
 
+log = logging.getLogger(__name__)
+
 _ANSWER_SECONDS = 10.0  # beside the deadline that the agent keeps
+_QUEUED_EVENTS = 1000  # for a client that reads slowly; beyond them agents are read as slowly
+_REMEMBERED_EVENTS = 20_000
+_AGAIN_SECONDS = 1.0  # between two looks for agents whose events nobody follows
 
 Objects = Callable[[str], Sequence[Mapping[str, Any]]]
 
@@ -99,8 +106,8 @@ class AgentsAdmin:
         """What the model's process printed on the agent that gets its requests."""
         seat = self._seat(namespace, name)
         query = urlencode({"tail": tail, "follow": str(follow).lower()})
-        async for line in self._lines(seat, f"{_path(namespace, name)}/logs?{query}"):
-            yield line
+        async for chunk in self._chunks(seat, f"{_path(namespace, name)}/logs?{query}"):
+            yield chunk
 
     async def events(self, *, follow: bool) -> AsyncIterator[Event]:
         """What happened on the agents there are now, oldest first, then what happens."""
@@ -108,42 +115,67 @@ class AgentsAdmin:
         for seat in list(self._backend.seats.values()):
             with suppress(DispatchError):
                 found += [event async for event in self._events(seat, follow=False)]
-        seen = {_fingerprint(event) for event in found}
-        for event in sorted(found, key=lambda event: event.time_seconds):
+        found.sort(key=lambda event: event.time_seconds)
+        seen = OrderedDict((_fingerprint(event), None) for event in found)  # an agent that is followed begins anew
+        for event in found:
             yield event
         if follow:
-            async for event in self._coming():
-                if _fingerprint(event) not in seen:
-                    yield event
+            async with aclosing(self._coming()) as coming:
+                async for event in coming:
+                    if _fingerprint(event) not in seen:
+                        seen[_fingerprint(event)] = None
+                        yield event
+                    while len(seen) > _REMEMBERED_EVENTS:
+                        seen.popitem(last=False)
 
-    async def _coming(self) -> AsyncIterator[Event]:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+    async def _coming(self) -> AsyncGenerator[Event]:
+        """What happens from now on, on every agent that is there, those that come later among them."""
+        queue: asyncio.Queue[Event] = asyncio.Queue(_QUEUED_EVENTS)
+        copies: dict[Seat, asyncio.Task[None]] = {}
 
         async def copy(seat: Seat) -> None:
             with suppress(DispatchError):
                 async for event in self._events(seat, follow=True):
                     await queue.put(event)
 
-        tasks = [asyncio.create_task(copy(seat)) for seat in self._backend.seats.values()]
+        async def attend() -> None:
+            while True:
+                there = {seat for seat in self._backend.seats.values() if seat.there}
+                for seat in [seat for seat, task in copies.items() if task.done()]:
+                    del copies[seat]
+                for seat in there - copies.keys():
+                    copies[seat] = asyncio.create_task(copy(seat))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_AGAIN_SECONDS):
+                        await self._backend.wait_changed()
+
+        attending = asyncio.create_task(attend())
         try:
             while True:
                 yield await queue.get()
         finally:
-            for task in tasks:
+            for task in (attending, *copies.values()):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(attending, *copies.values(), return_exceptions=True)
 
     async def _events(self, seat: Seat, *, follow: bool) -> AsyncIterator[Event]:
-        async for line in self._lines(seat, f"{ADMIN_PATH}/events?follow={str(follow).lower()}"):
-            yield Event(**json.loads(line))
+        rest = b""
+        async for chunk in self._chunks(seat, f"{ADMIN_PATH}/events?follow={str(follow).lower()}"):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                try:
+                    yield Event(**json.loads(line))
+                except (ValueError, TypeError) as error:
+                    log.warning("event_unreadable agent=%s error=%r", seat.agent.name, error)
 
-    async def _lines(self, seat: Seat, path: str) -> AsyncIterator[bytes]:
+    async def _chunks(self, seat: Seat, path: str) -> AsyncIterator[bytes]:
+        """An agent's answer as it comes: a line may be longer than any buffer."""
         try:
             async with seat.agent.session.get(seat.agent.address + path) as response:
                 if response.status >= 400:
                     raise _refusal("", seat.agent.name, response.status, await response.read())
-                async for line in response.content:
-                    yield line
+                async for chunk in response.content.iter_any():
+                    yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(seat, "", "", error) from error
 

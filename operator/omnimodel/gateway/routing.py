@@ -111,7 +111,8 @@ class RoutingBackend:
             seat.again.clear()
             try:
                 async for snapshot in seat.agent.follow():
-                    failures = 0
+                    if not snapshot.draining:  # it says only that, and ends, however often it is asked
+                        failures = 0
                     self._told(seat, snapshot)
                     if seat.again.is_set():
                         break
@@ -168,10 +169,10 @@ class RoutingBackend:
         """Every model of every agent, in the order of their names; made anew only after a change."""
         if self._cards is None:
             known = self._known()
-            found: dict[str, ModelCard | None] = {
-                key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()
-            }
-            found |= known
+            last = {key: card for seat in self.seats.values() if seat.last for key, card in seat.last.cards.items()}
+            found: dict[str, ModelCard | None] = dict(last)
+            for key, card in known.items():
+                found[key] = _remembered(card, last[key]) if card and key in last else card
             for key, seats in self._by_model.items():
                 cards = [seat.snapshot.cards[key] for seat in seats if seat.snapshot]
                 if cards and known.get(key, cards) is not None:  # a deleted model may yet be with its agent
@@ -339,6 +340,16 @@ def _waited(response: InferenceResponse, in_all_seconds: float) -> InferenceResp
 def _merged(cards: Sequence[ModelCard]) -> ModelCard:
     """One card of a model that several agents have: that of the agent where it stands best."""
     return min(cards, key=lambda card: (not card.ready, _TIERS.get(card.tier, 3)))
+
+
+def _remembered(known: ModelCard, last: ModelCard) -> ModelCard:
+    """The card of a model that no agent has at the moment, with what only its agent could tell."""
+    return replace(
+        known,
+        inputs=known.inputs or last.inputs,
+        outputs=known.outputs or last.outputs,
+        created_seconds=known.created_seconds or last.created_seconds,
+    )
 
 
 def _refused(key: str, problem: str, reason: Reason, status: int) -> DispatchError:
