@@ -95,15 +95,17 @@ async def test_a_text_that_no_encoding_holds_survives_an_alias(world: World) -> 
 
 
 async def test_models_are_listed_with_their_tier(world: World) -> None:
-    world.agent.add("hidden", listed=False)
+    world.agent.add("hidden", unlisted=("hidden",))
+    world.agent.change("smollm2", unlisted=("gpt-4o",))
     world.agent.add("broken", ready=False, tier="cold", reason="BadArtifact", message="index.json is cut off")
     listed = {entry["id"]: entry for entry in (await (await world.get("/v1/models")).json())["data"]}
 
     assert "hidden" not in listed
     assert listed["smollm2"]["tier"] == "resident"
-    assert listed["smollm2"]["aliases"] == ["gpt-4o", "HuggingFaceTB/SmolLM2:135m"]
+    assert listed["smollm2"]["aliases"] == ["HuggingFaceTB/SmolLM2:135m"]
     assert (listed["broken"]["ready"], listed["broken"]["reason"]) == (False, "BadArtifact")
     assert (await world.get("/v1/models/hidden")).status == 200
+    assert (await (await world.get("/v1/models/gpt-4o")).json())["id"] == "smollm2"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omnimodel.api import OmniModel
+from omnimodel.controllers.decisions import unix_seconds
 from omnimodel.controllers.gateway_objects import processes, refreshed, reports
 from omnimodel.errors import OmniError, Reason
 from omnimodel.gateway.order import Place
@@ -19,6 +21,7 @@ from omnimodel.gateway.seats import Address
 from omnimodel.kube import MODELS, PODS, POOLS, Kube, Mirror
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
+from omnimodel.render import model_card
 
 log = logging.getLogger(__name__)
 
@@ -167,19 +170,16 @@ def card_of(item: Mapping[str, Any]) -> ModelCard:
     ready, stalled = conditions.get("Ready", {}), conditions.get("Stalled", {})
     suspended = model.spec.suspend
     refused = suspended or stalled.get("status") == "True"
-    names = tuple(status.get("servedNames") or ()) or tuple(model.names)
-    namespace, name = model.metadata.namespace, model.metadata.name
-    return ModelCard(
-        name=name if namespace == "default" else f"{namespace}/{name}",
-        namespace=namespace,
-        served_names=names,
-        task=str(model.spec.runtime.task or "infer"),
-        tier="cold",
+    granted = status.get("servedNames")
+    if granted is None and ready.get("reason") == Reason.NAME_TAKEN:
+        granted = ()  # others have them all
+    return replace(
+        model_card(model, model.names if granted is None else granted),
         ready=not refused,
         reason=str(Reason.SUSPENDED if suspended else ready.get("reason", "")) if refused else "",
         message=("its manifest says suspend: true" if suspended else str(ready.get("message", ""))) if refused else "",
-        capabilities=tuple(model.spec.capabilities),
-        metadata=model.spec.metadata,
+        granted=granted is not None,
+        created_seconds=int(unix_seconds(model.metadata.creation_timestamp)),
     )
 
 

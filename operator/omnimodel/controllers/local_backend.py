@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omnimodel.api import OmniModel
+from omnimodel.controllers.decisions import unix_seconds
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError, Reason
-from omnimodel.protocol.dispatch import Backend, Estimate, InferenceRequest, InferenceResponse, ModelCard
+from omnimodel.protocol.dispatch import Backend, Estimate, InferenceRequest, InferenceResponse, ModelCard, card_name
+from omnimodel.render import model_card
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class RefusedModel:
     model: OmniModel
     refusal: Refusal
     names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its card."""
+        return card_name(self.model.metadata.namespace, self.model.metadata.name)
 
 
 class LocalBackend:
@@ -41,8 +48,7 @@ class LocalBackend:
         """Every model of the catalogue, in the order of their names."""
         cards = {card.name: card for card in self._agent.models()}
         for refused in self._refused():
-            if refused.names:
-                cards.setdefault(refused.model.metadata.name, _card(refused))
+            cards.setdefault(refused.name, _card(refused))
         return [cards[name] for name in sorted(cards)]
 
     @asynccontextmanager
@@ -66,21 +72,13 @@ class LocalBackend:
     def _find(self, name: str) -> RefusedModel | None:
         if any(card.name == name for card in self._agent.models()):
             return None  # an older generation of it may still serve
-        return next((refused for refused in self._refused() if refused.model.metadata.name == name), None)
+        return next((refused for refused in self._refused() if refused.name == name), None)
 
 
 def _card(refused: RefusedModel) -> ModelCard:
-    model = refused.model
-    return ModelCard(
-        name=model.metadata.name,
-        namespace=model.metadata.namespace,
-        served_names=refused.names,
-        task=str(model.spec.runtime.task or "infer"),
-        tier="cold",
-        ready=False,
-        reason=refused.refusal.reason,
-        message=refused.refusal.message,
-    )
+    refusal, created = refused.refusal, unix_seconds(refused.model.metadata.creation_timestamp)
+    card = model_card(refused.model, refused.names)
+    return replace(card, reason=refusal.reason, message=refusal.message, created_seconds=int(created))
 
 
 def _reason(refusal: Refusal) -> Reason:

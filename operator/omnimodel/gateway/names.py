@@ -32,11 +32,19 @@ class Served:
 
 
 def find(cards: Sequence[ModelCard], name: str) -> ModelCard | None:
-    """The model that is served under this name."""
-    for card in cards:
-        if name == card.name or name in card.served_names:
-            return card
-    return None
+    """The model that a name means: the one that it was given to, else the oldest that asks for it.
+
+    A name that is nobody's may be that of a model's card: a model is reached by it even when others have its names.
+    """
+    found = [card for card in cards if name in card.served_names]
+    if found:
+        return min(found, key=lambda card: (not card.granted, card.created_seconds, card.name))
+    return next((card for card in cards if card.name == name), None)
+
+
+def listed_names(card: ModelCard) -> list[str]:
+    """The names by which a model is shown."""
+    return [served for served in card.served_names if served not in card.unlisted]
 
 
 def resolve(cards: Sequence[ModelCard], name: str) -> Served:
@@ -53,8 +61,8 @@ def resolve(cards: Sequence[ModelCard], name: str) -> Served:
 
 def not_found(cards: Sequence[ModelCard], name: str) -> RequestError:
     """404 with the names that come nearest."""
-    known = {served.lower(): served for card in cards if card.listed for served in (card.name, *card.served_names)}
-    near = [known[match] for match in get_close_matches(name[:200].lower(), list(known), n=3, cutoff=0.5)]
+    known = {served.lower(): served for card in cards for served in listed_names(card)}
+    near = [known[match] for match in get_close_matches(name[:200].lower(), list(known), n=2, cutoff=0.7)]
     shown = name if len(name) <= 200 else name[:200] + "…"
     cure = f"did you mean {' or '.join(near)}?" if near else "GET /v1/models lists those there are"
     return RequestError(f'model "{shown}" does not exist', cure, status=404, code="model_not_found", param="model")

@@ -10,7 +10,7 @@ from aiohttp import web
 from omnimodel.gateway.bodies import chunks_of, largest_body_bytes, parse, read, rewritten, too_large
 from omnimodel.gateway.forms import FormScanner, FormUpload, boundary_of
 from omnimodel.gateway.gateway import GATEWAY
-from omnimodel.gateway.names import check_task, find, not_found, resolve
+from omnimodel.gateway.names import check_task, find, listed_names, not_found, resolve
 from omnimodel.gateway.refusals import RequestError
 from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
 
@@ -133,7 +133,7 @@ def _entry(card: ModelCard) -> dict[str, Any]:
         "object": "model",
         "created": card.created_seconds,
         "owned_by": card.namespace,
-        "aliases": [name for name in card.served_names if name != card.name],
+        "aliases": [name for name in listed_names(card) if name != card.name],
         "task": card.task,
         "tier": card.tier,
         "ready": card.ready,

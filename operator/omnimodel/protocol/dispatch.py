@@ -18,19 +18,25 @@ DEADLINE_HEADER = "Omni-Deadline-Seconds"  # of a request: how long the client i
 PRIORITY_HEADER = "Omni-Priority"  # of a request: `interactive` (default) or `background`
 
 
+def card_name(namespace: str, name: str) -> str:
+    """What a model is called among all: metadata.name, with its namespace unless that is `default`."""
+    return name if namespace == "default" else f"{namespace}/{name}"
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """What a gateway knows of a model.
 
     Args:
-        name: metadata.name, unique; what `InferenceRequest.model` holds.
-        served_names: every name that clients may use for it, `name` first, aliases last.
+        name: see `card_name`; unique, and what `InferenceRequest.model` holds.
+        served_names: every name that clients may use for it, metadata.name first, aliases last.
         defaults: request defaults of an alias: served name -> body fields that a request does not set itself.
         task: `text-generation`, `embeddings`, `text-classification`, `automatic-speech-recognition`,
             `text-to-speech` or `infer`.
         tier: `resident`, `warm`, `parked` or `cold`.
         ready: whether it can be woken; with `reason` and `message` when not.
-        listed: whether /v1/models shows it.
+        unlisted: the served names that /v1/models does not show, and that are proposed to nobody.
+        granted: whether the served names are its own; else it asks for them, and another model may have them.
         request_bytes: the largest body it takes.
         inputs, outputs: tensors of the Open Inference Protocol: dicts of `name`, `datatype`, `shape`.
         capabilities, metadata: free, from the manifest, for /v1/models.
@@ -46,7 +52,8 @@ class ModelCard:
     ready: bool
     reason: str = ""
     message: str = ""
-    listed: bool = True
+    unlisted: tuple[str, ...] = ()
+    granted: bool = True
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     request_bytes: int = 32 << 20
     inputs: Sequence[Mapping[str, Any]] = ()
@@ -55,6 +62,11 @@ class ModelCard:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     created_seconds: int = 0
     concurrency: int = 0
+
+    @property
+    def listed(self) -> bool:
+        """Whether /v1/models shows it: by one of its names at least."""
+        return any(name not in self.unlisted for name in self.served_names)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ Agents and controllers call it. It does no I/O and reads no clock; the same inpu
 
 from __future__ import annotations
 
+from omnimodel.render.card import model_card, spec_card
 from omnimodel.render.identity import user_id
 from omnimodel.render.process import render
 from omnimodel.render.references import Config, fill_secrets
 
 render_process = render  # under the name that does not read as the package's
 
-__all__ = ["Config", "fill_secrets", "render", "render_process", "user_id"]
+__all__ = ["Config", "fill_secrets", "model_card", "render", "render_process", "spec_card", "user_id"]
