@@ -18,7 +18,7 @@ def resident(idle: float, **more: object) -> IdleModel:
 
 
 def warm(evicted: float, idle: float = 500.0, **more: object) -> IdleModel:
-    state = IdleModel("", False, False, NOW - idle, NOW - evicted, private_bytes=30 * MIB, idle_tier="parked")
+    state = IdleModel("", False, False, NOW - idle, NOW - evicted, private_bytes=30 * MIB)
     return replace(state, **more)
 
 
@@ -40,22 +40,22 @@ CASES = [
     Case("a request is in flight, however long", {"a": resident(9e9, busy=True)}),
     Case("minResident is longer", {"a": resident(400, min_resident_until=NOW + 7)}, again_in=7.0),
     Case("straight down to cold", {"a": resident(300, idle_tier="cold")}, evict="a", stop="a"),
-    Case("parked: its process stays for a while", {"a": warm(50)}, again_in=10.0),
-    Case("and then goes", {"a": warm(60)}, stop="a"),
-    Case("warm: its process stays", {"a": warm(9e9, idle_tier="warm")}),
+    Case("evicted: its process stays for a while", {"a": warm(290)}, again_in=10.0),
+    Case("and then goes", {"a": warm(300)}, stop="a"),
+    Case("idleTier warm: its process stays", {"a": warm(9e9, idle_tier="warm")}),
     Case("evicted with requests held or frozen: it stays", {"a": warm(600, busy=True)}),
     Case(
         "more processes than the host has room for: the longest unused goes",
         {"a": warm(5, idle=70), "b": warm(5, idle=90), "c": warm(5, idle=80)},
         stop="b",
-        again_in=55.0,
+        again_in=295.0,
         constants=IdleConstants(warm_processes=2),
     ),
     Case(
         "more bytes than the host has room for: the least important go until it fits",
         {"a": warm(5, idle=70, priority=400), "b": warm(5, idle=90), "c": warm(5, idle=80), "d": resident(10)},
         stop="ab",
-        again_in=55.0,
+        again_in=290.0,
         constants=IdleConstants(warm_bytes=40 * MIB),
     ),
 ]

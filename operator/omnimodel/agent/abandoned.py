@@ -48,8 +48,8 @@ async def until_stopped(instance: Instance, process: ModelProcess) -> None:
 
 async def _computes_for_nobody(instance: Instance, process: ModelProcess) -> bool:
     try:
-        values = (await process.command(Ping(), (), _PING_SECONDS)).values
+        reply = await process.command(Ping(), (), _PING_SECONDS)
     except OmniError:
         return True
     # Until it has seen that the connection is closed, it has more requests than we know of.
-    return bool(values.get("abandoned")) or int(values.get("inFlight") or 0) > instance.line.in_flight
+    return bool(reply.values.get("abandoned")) or reply.number("inFlight") > instance.line.in_flight

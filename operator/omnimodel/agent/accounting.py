@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance, State
-from omnimodel.errors import LedgerError, OmniError
+from omnimodel.errors import OmniError
 from omnimodel.memory.ledger import Kind
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Accounting:
         memory: whose ledger it keeps.
         instances: all there are.
         zygote_bytes: measures the private memory of all zygotes.
-        give_up: frees about so many bytes of host memory.
+        give_up: frees about so many bytes of host memory; asked again as long as there are too few.
     """
 
     def __init__(
@@ -40,22 +40,29 @@ class Accounting:
         self._instances = instances
         self._zygote_bytes = zygote_bytes
         self._give_up = give_up
+        self._over = False
 
     async def run(self) -> None:
         """Keep what the ledger says of processes outside the device in line with what the kernel says."""
         while True:
             await asyncio.sleep(_SECONDS)
-            for instance in list(self._instances.values()):
-                await self.measure(instance)
-            self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+            try:
+                for instance in list(self._instances.values()):
+                    await self.measure(instance)
+                self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+            except Exception:
+                log.exception("not_measured")
 
     def _hold_on_host(self, holder: str, kind: Kind, measured_bytes: int) -> None:
         """Note what was measured; when it is more than there is, somebody else has to give."""
-        try:
-            self._memory.ledger.host.set(holder, kind, measured_bytes)
-        except LedgerError as error:
-            log.warning("host_over_budget holder=%s error=%r", holder, str(error))
-            self._give_up(measured_bytes)
+        host = self._memory.ledger.host
+        host.set(holder, kind, measured_bytes)
+        over = host.free_bytes < 0
+        if over and not self._over:
+            log.warning("host_over_budget holder=%s bytes=%d over=%d", holder, measured_bytes, -host.free_bytes)
+        self._over = over
+        if over:
+            self._give_up(-host.free_bytes)
 
     async def measure(self, instance: Instance) -> None:
         """Note the private memory of one process; on the device it is covered by what it was granted."""

@@ -25,7 +25,7 @@ from omnimodel.agent.moves import DeviceMemory
 from omnimodel.agent.preparation import Preparation
 from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.spawner import Spawner
-from omnimodel.agent.supply import Supply, supply
+from omnimodel.agent.supply import Machine, Supply, supply
 from omnimodel.api import OmniPool, OmniProcess
 from omnimodel.errors import DispatchError, IsolationError, OmniError, Reason
 from omnimodel.isolation import Level, Reached
@@ -33,13 +33,13 @@ from omnimodel.memory.arena import Arena
 from omnimodel.memory.devices import open_device
 from omnimodel.memory.frames import FramePool
 from omnimodel.memory.ledger import Kind, Ledger
+from omnimodel.placement.state import bytes_text
 from omnimodel.protocol.dispatch import Estimate, InferenceRequest, InferenceResponse, ModelCard
 from omnimodel.protocol.report import AgentReport, PoolReport
 
 log = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 0.1  # changes closer together are told once
-_REMOVE_SECONDS = 600.0
 
 
 class Agent:
@@ -57,7 +57,8 @@ class Agent:
         self._spawner: Spawner | None = None
         self._broker: Broker | None = None
         self._preparation: Preparation | None = None
-        self._supply: Supply | None = None
+        self._machine: Machine | None = None
+        self._opened: Supply | None = None  # what the device was opened with
         self._pool: OmniPool | None = None
         self._models: dict[str, Model] = {}
         self._specs: dict[str, dict[str, Any]] = {}  # as applied last
@@ -66,13 +67,14 @@ class Agent:
         self._revisions = itertools.count(1)
         self._changed = asyncio.Event()
         self._refusal: OmniError | None = None
+        self._note = ""  # what of the pool's spec has no effect now
         self._stopping: asyncio.Task[None] | None = None
         self._draining: asyncio.Timeout | None = None
 
     # Life
 
     async def start(self) -> None:
-        """Clean what an earlier agent left behind, find out what the machine allows, start the first zygote."""
+        """Clean what an earlier agent left behind, find out what the machine allows, begin the first zygote."""
         await asyncio.to_thread(self.layout.make)
         self._spawner = await Spawner.open(self.layout.root)
         # Nothing waits for it: the first fork does, if it comes before.
@@ -113,7 +115,6 @@ class Agent:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._broker is not None:
             await self._broker.close()
-            await asyncio.gather(*(instance.kill() for instance in list(self._broker.instances.values())))
         if self._spawner is not None:
             await self._spawner.close()
         if self._broker is not None:
@@ -148,25 +149,37 @@ class Agent:
         assert self._spawner is not None
         if self._pool is not None and self._pool.spec == pool.spec:
             return
-        found = supply(pool)
-        self._refusal = self._too_weak(pool, self._spawner.reached)
-        self._pool = pool
-        if self._broker is None:
-            device = open_device(found.device, found.frame_bytes)
-            ledger = Ledger(found.budget_bytes, found.host_bytes, found.frame_bytes)
-            frames = FramePool(device, ledger.device)
-            self._supply = found
-            self._broker = Broker(
-                DeviceMemory(device, ledger, frames, Arena(device, ledger.host)),
-                self.events,
-                zygote_bytes=self._spawner.zygotes.private_bytes,
-                changed=self._tell_change,
-            )
-            self._preparation = Preparation(self.layout, self._spawner, found.device, found.frame_bytes, found.threads)
-            self._broker.start()
-        elif self._supply is not None and found != self._supply:
+        self._machine = self._machine or Machine.now()  # later, what is held would count as missing
+        found = supply(pool, self._machine)
+        refusal = self._too_weak(pool, self._spawner.reached)
+        if self._broker is None or self._opened is None:
+            self._open(found, self._spawner)
+        else:
             self._broker.resize(found.budget_bytes, found.host_bytes)
-            self._supply = found
+        self._pool, self._refusal = pool, refusal
+        note = _without_effect(pool, found, self._opened or found)
+        if note and note != self._note:
+            self.events.add("OmniPool", "", pool.metadata.name, "WithoutEffect", note, warning=True)
+        self._note = note
+
+    def _open(self, found: Supply, spawner: Spawner) -> None:
+        """Open the device, and begin to decide about it; when that fails, nothing has changed.
+
+        Raises:
+            OmniError: the device does not give what the pool asks for, or the store cannot be opened.
+        """
+        preparation = Preparation(self.layout, spawner, found.device, found.frame_bytes, found.threads)
+        device = open_device(found.device, found.frame_bytes)
+        ledger = Ledger(found.budget_bytes, found.host_bytes, found.frame_bytes)
+        frames = FramePool(device, ledger.device)
+        self._broker = Broker(
+            DeviceMemory(device, ledger, frames, Arena(device, ledger.host)),
+            self.events,
+            zygote_bytes=spawner.zygotes.private_bytes,
+            changed=self._tell_change,
+        )
+        self._preparation, self._opened = preparation, found
+        self._broker.start()
 
     @staticmethod
     def _too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
@@ -208,7 +221,7 @@ class Agent:
             model.doubt(instance)
 
     def _remove(self, model: Model) -> None:
-        task = asyncio.create_task(model.remove(_REMOVE_SECONDS), name=f"remove {model.key}")
+        task = asyncio.create_task(model.remove(), name=f"remove {model.key}")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
@@ -234,7 +247,7 @@ class Agent:
         """See `protocol.admin.Admin`."""
         instance = self._found(namespace, name).serving
         assert self._broker is not None
-        await self._broker.wake(instance, deadline_seconds)
+        await self._broker.orders.wake(instance, deadline_seconds)
         return {"tier": instance.tier, "wakeSeconds": instance.last_wake_seconds}
 
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
@@ -249,7 +262,7 @@ class Agent:
                 reason=Reason.SHARES_WITH_KEPT,
                 status=409,
             )
-        await self._broker.evict(instance, deadline_seconds, "evicted by hand")
+        await self._broker.orders.evict(instance, deadline_seconds, "evicted by hand")
         return {"tier": instance.tier, "evictSeconds": instance.last_evict_seconds}
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
@@ -323,7 +336,7 @@ class Agent:
             isolation_missing=missing,
             ready=self._refusal is None,
             reason=str(self._refusal.reason) if self._refusal else "",
-            message=str(self._refusal) if self._refusal else "",
+            message=str(self._refusal) if self._refusal else self._note,
         )
 
     async def wait_changed(self) -> None:
@@ -334,6 +347,19 @@ class Agent:
 
     def _tell_change(self) -> None:
         self._changed.set()
+
+
+def _without_effect(pool: OmniPool, found: Supply, opened: Supply) -> str:
+    """What a pool asks for and this agent does not do, as a sentence; empty when it does all."""
+    notes = []
+    if found.frame_bytes != opened.frame_bytes:
+        notes.append(
+            f"device.frameSize {bytes_text(found.frame_bytes)} takes effect when the agent is started again; "
+            f"until then frames have {bytes_text(opened.frame_bytes)}"
+        )
+    if opened.device == "host" and (pool.spec.device.count or 1) > 1:
+        notes.append(f"device.count {pool.spec.device.count} has no effect: the memory of a machine is one device")
+    return "; ".join(notes)
 
 
 def _unknown(name: str) -> DispatchError:

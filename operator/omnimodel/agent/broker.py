@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from omnimodel.agent.accounting import Accounting
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.moves import DeviceMemory, Moves
-from omnimodel.errors import DispatchError, LedgerError, Reason
+from omnimodel.agent.orders import Orders
+from omnimodel.agent.views import free_bytes, idle_models, model_state
+from omnimodel.errors import LedgerError
 from omnimodel.memory.ledger import Kind
-from omnimodel.placement.idle import IdleConstants, IdleModel, idle_steps
+from omnimodel.placement.idle import IdleConstants, idle_steps
 from omnimodel.placement.residency import next_step
-from omnimodel.placement.state import Constants, Drain, ModelState, Step, worth
+from omnimodel.placement.state import Constants, Drain, Step, worth
 
 if TYPE_CHECKING:
     from omnimodel.agent.events import EventLog
@@ -37,7 +39,7 @@ class Broker:
         zygote_bytes: measures the private memory of all zygotes.
         changed: called when something that is reported may have changed.
         constants: of the policy; the measured ones are kept up to date here.
-        idle: of the idle steps.
+        idle: of the idle steps; how much memory warm processes may hold follows from the host's budget.
     """
 
     def __init__(
@@ -60,8 +62,14 @@ class Broker:
         self._drains: list[Drain] = []
         self.accounting = Accounting(memory, self.instances, zygote_bytes, self._relieve_host)
         self.moves = Moves(
-            memory, events, worth=self._worth_of_image, measure=self.accounting.measure, changed=self.kick
+            memory,
+            events,
+            worth=self._worth_of_image,
+            relieve=self._relieve_host,
+            measure=self.accounting.measure,
+            changed=self.kick,
         )
+        self.orders = Orders(self.instances, self.moves, kick=self.kick, reason=lambda name: self.reasons.get(name, ""))
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._shrinking: asyncio.Task[None] | None = None
@@ -85,11 +93,11 @@ class Broker:
         ]
 
     async def close(self) -> None:
-        """Decide nothing any more; moves under way are finished first."""
+        """Decide nothing any more, and end every process and every move."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.moves.finish()
+        await self.moves.close(list(self.instances.values()))
 
     async def _create_ahead(self) -> None:
         """Make frames before anybody waits for them: fresh pages cost more than the copy into them."""
@@ -123,17 +131,17 @@ class Broker:
         if self.moves.copy_bytes_per_second is not None:
             self.constants = replace(self.constants, copy_bytes_per_second=self.moves.copy_bytes_per_second)
         for instance in self.instances.values():
-            instance.admit()
+            instance.door.admit()
         self._settle_budget()
         self._grant_unknown()
         times = [self._start_ahead(now), self._step_down(now)]
         for _ in range(4 * len(self.instances) + 4):
-            waiting = self._drains or any(self._wants(instance) for instance in self.instances.values())
+            waiting = self._drains or any(self._asks(instance) for instance in self.instances.values())
             if not waiting and self._free_bytes() >= 0:
                 break
             step = next_step(
                 now,
-                [self._state_of(instance, now) for instance in self.instances.values()],
+                [model_state(instance, now, self.moves) for instance in self.instances.values()],
                 self._free_bytes(),
                 self._drains,
                 self.moves.copying,
@@ -161,63 +169,13 @@ class Broker:
                 instance.working_bytes = max(SMALLEST_WORKING_BYTES, min(room_bytes, LARGEST_GRANT_BYTES))
 
     @staticmethod
-    def _wants(instance: Instance) -> bool:
-        return instance.state is not State.RESIDENT and instance.wanted
-
-    def _state_of(self, instance: Instance, now: float) -> ModelState:
-        line, residency = instance.line, instance.residency
-        frozen = instance.state is State.FROZEN
-        return ModelState(
-            name=instance.name,
-            weights_bytes=instance.weights_bytes,
-            working_bytes=instance.working_bytes,
-            valid_bytes=self._valid_bytes(instance),
-            resident=instance.state is State.RESIDENT and not instance.leaving,
-            draining=instance.draining or instance.name in self.moves,
-            in_flight=line.in_flight,
-            queue=tuple(waiter.arrived_seconds for waiter in line.waiting),
-            background=sum(waiter.background for waiter in line.waiting),
-            owed=line.owed,
-            last_arrival=line.last_arrival_seconds,
-            gap=line.gap_seconds,
-            priority=residency.priority,
-            resident_since=instance.woken_seconds,
-            min_resident_until=instance.woken_seconds + residency.min_resident_seconds,
-            min_resident_seconds=residency.min_resident_seconds,
-            keep_resident=residency.keep_resident and instance.verified and not instance.removed,
-            freezable=instance.freezable,
-            frozen_bytes=instance.working_bytes if frozen else 0,
-            frozen_since=instance.frozen_since_seconds if frozen else None,
-            wanted_since=instance.wanted_since_seconds,
-            loadable=self._loadable(instance, now),
-            start_seconds=instance.start_seconds,
-        )
-
-    def _loadable(self, instance: Instance, now: float) -> bool:
-        """Whether a wake can be tried now. Sizes that are not known yet are measured one model at a time."""
-        if (
-            instance.prepared is None
-            or instance.removed
-            or instance.name in self.moves
-            or now < instance.retry_at_seconds
-        ):
-            return False
-        return instance.measured or self.moves.measuring in {None, instance.name}
-
-    def _valid_bytes(self, instance: Instance) -> int:
-        image = instance.prepared.image if instance.prepared else None
-        if image is None or instance.state is State.RESIDENT:
-            return 0
-        return self.memory.frames.valid_frames(image.digest) * self.memory.device.frame_bytes
+    def _asks(instance: Instance) -> bool:
+        """Whether the policy has to look at it: somebody waits for it, or it was refused and may no longer be."""
+        return bool(instance.blocked) or (instance.state is not State.RESIDENT and instance.wanted)
 
     def _free_bytes(self) -> int:
-        """Budget less what is held and reserved; what victims on their way out still hold counts as free."""
-        held = sum(instance.held_bytes for instance in self.instances.values())
-        reserved = sum(
-            self.instances[drain.target].need_bytes for drain in self._drains if drain.target in self.instances
-        )
-        quarantined = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE)
-        return self.budget_bytes - quarantined - held - reserved
+        quarantined_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE)
+        return free_bytes(self.instances, self._drains, self.budget_bytes, quarantined_bytes)
 
     def _refuse(self, blocked: dict[str, str]) -> None:
         """Answer at once for models that can never be resident as things are."""
@@ -226,7 +184,7 @@ class Broker:
             if instance.blocked != sentence:
                 instance.blocked = sentence
                 self.moves.tell(instance, "Refused", sentence, warning=True)
-            instance.line.refuse(instance.refusal)
+            instance.line.refuse(instance.door.refusal)
         for instance in self.instances.values():
             if instance.name not in blocked:
                 instance.blocked = ""
@@ -262,35 +220,19 @@ class Broker:
                 continue
             if not instance.wanted or instance.blocked:
                 continue
-            if now >= instance.retry_at_seconds:
+            retry_at = instance.failures.retry_at_seconds
+            if now >= retry_at:
                 self.moves.start(instance)
             else:
-                again_at = min(again_at or instance.retry_at_seconds, instance.retry_at_seconds)
+                again_at = min(again_at or retry_at, retry_at)
         return again_at
 
     def _step_down(self, now: float) -> float | None:
         """Let go what nobody has used for a while."""
-        models = [
-            IdleModel(
-                name=instance.name,
-                resident=instance.state is State.RESIDENT,
-                busy=instance.line.busy
-                or instance.name in self.moves
-                or instance.wanted_since_seconds is not None
-                or not instance.verified,
-                idle_since=instance.idle_seconds,
-                evicted_since=instance.evicted_seconds,
-                private_bytes=self.memory.ledger.host.held_bytes(instance.name, Kind.PROCESS),
-                idle_after_seconds=instance.residency.idle_after_seconds,
-                idle_tier=instance.residency.idle_tier,
-                keep_resident=instance.residency.keep_resident,
-                priority=instance.residency.priority,
-                min_resident_until=instance.woken_seconds + instance.residency.min_resident_seconds,
-            )
-            for instance in self.instances.values()
-            if instance.state in {State.RESIDENT, State.WARM}
-        ]
-        step = idle_steps(now, models, self.idle_constants)
+        host = self.memory.ledger.host
+        warm_bytes = max(0, host.capacity_bytes - host.held_bytes(kind=Kind.ZYGOTE))
+        constants = replace(self.idle_constants, warm_bytes=warm_bytes)
+        step = idle_steps(now, idle_models(self.instances.values(), self.moves), constants)
         for name in sorted({*step.evict, *step.stop}):
             instance = self.instances[name]
             self.moves.step_off(instance, step.reasons[name], "idle", stop=name in step.stop)
@@ -301,7 +243,7 @@ class Broker:
     def _worth_of_image(self, digest: str) -> float:
         now = time.monotonic()
         values = [
-            worth(self._state_of(instance, now), now, self.constants)
+            worth(model_state(instance, now, self.moves), now, self.constants)
             for instance in self.instances.values()
             if instance.prepared and instance.prepared.image and instance.prepared.image.digest == digest
         ]
@@ -320,7 +262,11 @@ class Broker:
 
     def _relieve_host(self, short_bytes: int) -> None:
         """Give up images of the arena, then the warm processes that are missed least, since host memory is short."""
-        short_bytes -= self.memory.arena.give_up(short_bytes, self._worth_of_image)
+        host = self.memory.ledger.host
+        going = (i for i in self.instances.values() if i.name in self.moves and i.state in {State.WARM, State.STOPPING})
+        short_bytes -= sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
+        if short_bytes > 0:
+            short_bytes -= self.memory.arena.give_up(short_bytes, self._worth_of_image)
         if short_bytes <= 0:
             return
         warm = [
@@ -330,7 +276,7 @@ class Broker:
         ]
         for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
             self.moves.step_off(instance, "host memory is short", "host", stop=True)
-            short_bytes -= instance.private_bytes
+            short_bytes -= host.held_bytes(instance.name, Kind.PROCESS)
             if short_bytes <= 0:
                 return
 
@@ -338,8 +284,7 @@ class Broker:
 
     def resize(self, budget_bytes: int, host_bytes: int) -> None:
         """Change the budgets. When more is held now, residents leave until the new budget is kept."""
-        host = self.memory.ledger.host
-        host.resize(max(host_bytes, host.held_bytes()))
+        self.memory.ledger.host.resize(host_bytes)
         self._budget_bytes = budget_bytes
         self.kick()
 
@@ -352,79 +297,3 @@ class Broker:
         device.resize(wanted_bytes)
         if device.surplus_frames() and (self._shrinking is None or self._shrinking.done()):
             self._shrinking = asyncio.create_task(self.memory.frames.make_room(self._worth_of_image), name="shrink")
-
-    async def wake(self, instance: Instance, deadline_seconds: float) -> None:
-        """Make an instance resident, as if a request waited for it.
-
-        Raises:
-            DispatchError: it could not, or not in time.
-        """
-        instance.check_room_in_line()
-        waiter = instance.line.arrive(time.monotonic(), system=True)
-        self.kick()
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await waiter.admitted
-        except TimeoutError:
-            reason = self.reasons.get(instance.name) or instance.message
-            raise DispatchError(
-                instance.subject,
-                f"it was not resident after {deadline_seconds:g} s: {reason}",
-                "wait longer, or evict something",
-                reason=Reason.DEADLINE_EXCEEDED,
-                status=504,
-            ) from None
-        finally:
-            waiter.leave()
-
-    async def evict(self, instance: Instance, deadline_seconds: float, why: str) -> None:
-        """Drain an instance and take it off the device.
-
-        Raises:
-            DispatchError: its requests did not end in time; it serves on.
-        """
-        instance.draining = True
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                while instance.line.in_flight or instance.name in self.moves:
-                    await self.moves.settle(instance)
-                    if instance.line.in_flight:
-                        await instance.line.quiet()
-        except TimeoutError:
-            raise DispatchError(
-                instance.subject,
-                f"{instance.line.in_flight} requests did not end within {deadline_seconds:g} s",
-                "wait longer",
-                reason=Reason.DEADLINE_EXCEEDED,
-                status=504,
-            ) from None
-        finally:
-            instance.draining = False
-        if instance.state is State.RESIDENT:
-            await self.moves.step_off(instance, why, "hand", stop=False)
-
-    async def stop(self, instance: Instance, why: str) -> None:
-        """Take an idle instance off the device and end its process; a request that comes starts a new one."""
-        await self.moves.settle(instance)
-        if instance.process is not None and not instance.line.in_flight:
-            await self.moves.step_off(instance, why, "end", stop=True)
-
-    async def remove(self, instance: Instance, why: str, drain_seconds: float) -> None:
-        """Take an instance away for good: its requests finish, its process goes, its bytes are free."""
-        instance.draining = True
-        instance.removed = why
-        try:
-            async with asyncio.timeout(drain_seconds):
-                await instance.line.quiet()
-        except TimeoutError:
-            log.warning("drain_late model=%s in_flight=%d", instance.name, instance.line.in_flight)
-        await self.moves.settle(instance)
-        if instance.state is State.RESIDENT:
-            await self.moves.step_off(instance, why, "end", stop=True)
-        elif instance.process is not None:
-            await instance.stop(why)
-        await instance.kill()
-        self.moves.on_exit(instance, None)
-        self.instances.pop(instance.name, None)
-        instance.line.refuse(instance.refusal)
-        self.kick()

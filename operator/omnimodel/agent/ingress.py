@@ -40,7 +40,7 @@ class Ingress:
     def estimate(self, model: str) -> Estimate:
         """See `Backend.estimate`."""
         instance = self._find(model)
-        return Estimate(len(instance.line.waiting) + 1, instance.expected_wake_seconds())
+        return Estimate(len(instance.line.waiting) + 1, instance.door.expected_wake_seconds())
 
     @asynccontextmanager
     async def open(self, request: InferenceRequest) -> AsyncIterator[InferenceResponse]:
@@ -48,24 +48,31 @@ class Ingress:
         if self._closed:
             raise DispatchError("OmniModel " + request.model, self._closed, reason=Reason.DRAINING, status=503)
         instance = self._find(request.model)
-        instance.check_room_in_line()
+        instance.door.check()
         own = instance.limits.deadline_seconds
         allowed = min(own, request.deadline_seconds) if request.deadline_seconds else own
         deadline = asyncio.get_running_loop().time() + allowed
         began = time.monotonic()
+        background = request.priority == "background"
+        waiter = instance.line.arrive(began, background=background)
+        held = False
         while True:
-            waiter = instance.line.arrive(began, background=request.priority == "background")
-            instance.admit()
+            instance.door.admit()
+            held = held or not waiter.admitted.done()
             try:
                 await self._admission(waiter, instance, deadline, allowed)
                 instance = waiter.line.instance
-                hold = self._hold(instance, began)
+                hold = self._hold(instance, began, held=held)
                 response = await self._send(instance, request, deadline, allowed)
                 break
             except _NotSentError as error:  # its process died before it could take the request: the next one will
-                await instance.ended(error.process)
-                waiter.leave()
-                instance.check_room_in_line()
+                try:
+                    await instance.ended(error.process)
+                finally:
+                    waiter.leave()
+                instance = self._find(request.model)  # by now a newer revision may serve
+                instance.door.check()
+                waiter, held = instance.line.come_back(began, background=background), True
             except BaseException as error:
                 waiter.line.failed += isinstance(error, DispatchError)
                 waiter.leave()
@@ -84,11 +91,10 @@ class Ingress:
             waiter.leave()
 
     @staticmethod
-    def _hold(instance: Instance, began: float) -> Hold:
-        waited_seconds = time.monotonic() - began
+    def _hold(instance: Instance, began: float, *, held: bool) -> Hold:
         return Hold(
-            waited_seconds=waited_seconds,
-            reason=instance.waited_for(began, waited_seconds),
+            waited_seconds=time.monotonic() - began,
+            reason=instance.door.waited_for(began) if held else "none",
             wake_seconds=instance.last_wake_seconds if instance.woken_seconds > began else 0.0,
         )
 
@@ -102,11 +108,11 @@ class Ingress:
         except TimeoutError:
             raise DispatchError(
                 instance.subject,
-                f"the request was held for {allowed:g} s, its deadline, waiting for {instance.waiting_for()}",
+                f"the request was held for {allowed:g} s, its deadline, waiting for {instance.door.waiting_for()}",
                 "send it again, with a later deadline if you can wait",
                 reason=Reason.DEADLINE_EXCEEDED,
                 status=504,
-                retry_after_seconds=max(1.0, math.ceil(instance.expected_wake_seconds())),
+                retry_after_seconds=max(1.0, math.ceil(instance.door.expected_wake_seconds())),
             ) from None
 
     async def _send(
@@ -114,7 +120,7 @@ class Ingress:
     ) -> aiohttp.ClientResponse:
         process, session = instance.process, instance.session
         if process is None or session is None:
-            raise instance.refusal()
+            raise instance.door.refusal()
         try:
             async with asyncio.timeout_at(deadline):
                 return await session.request(
@@ -125,15 +131,15 @@ class Ingress:
                     allow_redirects=False,
                 )
         except TimeoutError:
-            instance.abandon(process)
+            instance.door.abandon(process)
             raise _overran(instance, allowed) from None
         except asyncio.CancelledError:
-            instance.abandon(process)
+            instance.door.abandon(process)
             raise
         except aiohttp.ClientConnectorError as error:
             raise _NotSentError(process) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise await instance.failure_of(process, error) from error
+            raise await instance.door.failure_of(process, error) from error
 
     @asynccontextmanager
     async def _received(
@@ -142,7 +148,7 @@ class Ingress:
         process = instance.process
         if process is None:
             response.close()
-            raise instance.refusal()
+            raise instance.door.refusal()
 
         async def body() -> AsyncIterator[bytes]:
             left = instance.limits.response_bytes
@@ -155,7 +161,7 @@ class Ingress:
                 except TimeoutError:
                     raise _overran(instance, allowed) from None
                 except (aiohttp.ClientError, OSError) as error:
-                    raise await instance.failure_of(process, error) from error
+                    raise await instance.door.failure_of(process, error) from error
                 if not chunk:
                     return
                 left -= len(chunk)
@@ -176,7 +182,7 @@ class Ingress:
                 response.release()
             else:
                 response.close()
-                instance.abandon(process)
+                instance.door.abandon(process)
 
 
 class _NotSentError(Exception):

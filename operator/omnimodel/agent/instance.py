@@ -12,16 +12,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from omnimodel.agent.abandoned import until_stopped
+from omnimodel.agent.declared import Limits, Residency
+from omnimodel.agent.door import Door
+from omnimodel.agent.failures import Failures
 from omnimodel.agent.line import Line
-from omnimodel.errors import DispatchError, OmniError, ProcessError, Reason
+from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.process import Evict, Start, Wake
 
 if TYPE_CHECKING:
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A model that fails is tried again after these waits, so that a broken one that is asked for all the time is started
-# five times in ten minutes, and one whose cause is gone recovers with the next request.
-BACKOFF_SECONDS = (5.0, 20.0, 80.0, 300.0)
-HEALTHY_SECONDS = 300.0
 _ACKNOWLEDGE_SECONDS = 10.0  # to map or unmap frames
 _STOP_SECONDS = 2.0
-_NOTICEABLE_SECONDS = 0.001
+_KILL_SECONDS = 10.0  # for the kernel to confirm an end; a process that hangs in a driver takes longer
+_MARGIN_SECONDS = 5.0  # beyond what a foreign engine is given, so that its own word on why it was late arrives
+_IDLE_CONNECTION_SECONDS = 15.0
+_IDLE_FOREIGN_CONNECTION_SECONDS = 2.0  # their servers close idle connections themselves, some after five seconds
 
 
 class State(StrEnum):
@@ -53,58 +53,6 @@ class State(StrEnum):
     STOPPING = "stopping"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the manifest allows one model, resolved."""
-
-    concurrency: int
-    queue: int
-    deadline_seconds: float
-    load_deadline_seconds: float
-    drain_seconds: float
-    request_bytes: int
-    response_bytes: int
-
-    @classmethod
-    def of(cls, spec: Mapping[str, Any]) -> Limits:
-        """Read them from a process spec."""
-        limits = spec["limits"]
-        return cls(
-            concurrency=limits["concurrency"],
-            queue=limits["queue"],
-            deadline_seconds=limits["deadlineSeconds"],
-            load_deadline_seconds=limits["loadDeadlineSeconds"],
-            drain_seconds=limits["drainSeconds"],
-            request_bytes=limits["requestBytes"],
-            response_bytes=limits["responseBytes"],
-        )
-
-
-@dataclass(frozen=True)
-class Residency:
-    """What the manifest says about residency, resolved."""
-
-    priority: int
-    min_resident_seconds: float
-    idle_after_seconds: float | None
-    idle_tier: str
-    keep_resident: bool
-    preload: bool
-
-    @classmethod
-    def of(cls, spec: Mapping[str, Any]) -> Residency:
-        """Read it from a process spec."""
-        residency = spec["residency"]
-        return cls(
-            priority=residency["priority"],
-            min_resident_seconds=residency["minResidentSeconds"],
-            idle_after_seconds=residency["idleAfterSeconds"],
-            idle_tier=residency["idleTier"],
-            keep_resident=residency["keepResident"],
-            preload=residency["preload"],
-        )
-
-
 class Spawn(Protocol):
     """Makes the process of an instance. Raises OmniError."""
 
@@ -116,7 +64,7 @@ class Instance:
     """See the module.
 
     Args:
-        name: unique on this agent: `namespace/name`, and `@generation` for a revision that is to replace another.
+        name: unique on this agent: `namespace/name`, and `@number` for a revision that is to replace another.
         spec: the process spec, as rendered.
         spawn: makes the process.
         changed: called after every change that the broker may have to act on.
@@ -140,6 +88,8 @@ class Instance:
         self.limits = Limits.of(spec)
         self.residency = Residency.of(spec)
         self.line = Line(self, self.limits.concurrency, self.limits.queue, changed)
+        self.door = Door(self)
+        self.failures = Failures()
 
         self.state = State.COLD
         self.since_seconds = time.time()
@@ -162,11 +112,6 @@ class Instance:
         self.blocked = ""
         self.removed = ""
 
-        self.failure: OmniError | None = None
-        self.failures = 0
-        self.failed_seconds = -math.inf
-        self.retry_at_seconds = 0.0
-
         self.wanted_since_seconds: float | None = None
         self.frozen_since_seconds: float | None = None
         self.woken_seconds = -math.inf
@@ -185,15 +130,16 @@ class Instance:
         self._changed = changed
         self._on_exit = on_exit
         self._watch: asyncio.Task[None] | None = None
-        self._abandoned: asyncio.Task[None] | None = None
         self._ending = False  # told to
-        self._ending_because: OmniError | None = None
+        self._killed: tuple[ModelProcess, OmniError | None] | None = None  # the last one, and why
 
     def update(self, spec: dict[str, Any]) -> None:
         """Take over what may change without a new process: limits of the queue, residency, names, probe."""
         self.spec = spec
         self.limits = Limits.of(spec)
-        self.residency = Residency.of(spec)
+        preloaded, self.residency = self.residency.preload, Residency.of(spec)
+        if self.residency.preload and not preloaded and self.verified and not self.resident:
+            self.wanted_since_seconds = time.monotonic()
         self.line.concurrency, self.line.limit = self.limits.concurrency, self.limits.queue
         self._changed()
 
@@ -246,9 +192,10 @@ class Instance:
     @property
     def wanted(self) -> bool:
         """Whether somebody wants it resident."""
+        if self.frozen_since_seconds is not None:  # also of a removed one: its requests in flight finish
+            return True
         return not self.removed and bool(
             self.line.waiting
-            or self.frozen_since_seconds is not None
             or self.wanted_since_seconds is not None
             or (self.residency.keep_resident and self.verified)
         )
@@ -267,103 +214,20 @@ class Instance:
         self.message = message
         self._changed()
 
-    # What requests ask
+    @property
+    def failure(self) -> OmniError | None:
+        """Why it failed the last time, as long as it has not recovered."""
+        return self.failures.last
 
-    def admit(self) -> None:
-        """Let in who waits, if it may: not before its first answer was checked, and not while it drains."""
-        if self.state is not State.RESIDENT or self.leaving or self.proving or self._abandoned is not None:
-            return
-        if not self.draining or self.line.owed:
-            self.line.admit(system_only=not self.verified)
-
-    def abandon(self, process: ModelProcess) -> None:
-        """Note that nobody waits any more for an answer that the process has not finished."""
-        if self._abandoned is None and self.process is process and not self.foreign and not self.freezable:
-            self._abandoned = asyncio.create_task(until_stopped(self, process), name=f"abandoned {self.name}")
-            self._abandoned.add_done_callback(self._stopped_computing)
-
-    def _stopped_computing(self, _: asyncio.Task[None]) -> None:
-        self._abandoned = None
-        self.admit()
-
-    def check_room_in_line(self) -> None:
-        """Raise the DispatchError with which a request is refused at once, if there is one."""
-        failing = self.failure is not None and time.monotonic() < self.retry_at_seconds
-        if self.removed or self.blocked or failing:
-            raise self.refusal()
-        line = self.line
-        if len(line.waiting) >= line.limit:
-            raise DispatchError(
-                self.subject,
-                f"{line.limit} requests wait already, its limits.queue",
-                "send it again later",
-                reason=Reason.QUEUE_FULL,
-                status=429,
-                retry_after_seconds=max(1.0, round(self.expected_wake_seconds())),
-            )
-
-    def refusal(self) -> DispatchError:
-        """The answer to a request that the model cannot take."""
-        if self.removed:
-            return DispatchError(self.subject, self.removed, reason=Reason.MODEL_NOT_FOUND, status=404)
-        if self.blocked:
-            return DispatchError(
-                self.subject,
-                self.blocked,
-                "raise device.memory of the OmniPool, or use a smaller dtype",
-                reason=Reason.TOO_LARGE,
-                status=503,
-            )
-        failure = self.failure or OmniError(self.subject, "its process has just ended", reason=Reason.CRASHED)
-        return DispatchError(
-            self.subject,
-            failure.problem,
-            failure.cure,
-            reason=failure.reason,
-            status=503,
-            retry_after_seconds=max(1.0, math.ceil(self.retry_at_seconds - time.monotonic())),
-        )
-
-    def expected_wake_seconds(self) -> float:
-        """How long a request that comes now is likely to be held, from what earlier wakes took."""
-        if self.resident and not self.draining:
-            return 0.0
-        return self.last_wake_seconds + (self.last_start_seconds if self.process is None else 0.0)
-
-    def waiting_for(self) -> str:
-        """What a held request waits for, for its error message."""
-        if self.prepared is None:
-            return f"its image ({self.message or 'being prepared'})"
-        if self.resident:
-            return "its turn in the queue of the model"
-        return self.message or "room on the device"
-
-    def waited_for(self, since_seconds: float, waited_seconds: float) -> str:
-        """The reason for the wait of a request that came at `since_seconds`, for the response headers."""
-        if self.woken_seconds > since_seconds:
-            return "wake"
-        return "queue" if waited_seconds > _NOTICEABLE_SECONDS else "none"
+    def ended_because(self, process: ModelProcess) -> OmniError | None:
+        """Why the agent has ended a process, if it had a reason that concerns its requests."""
+        return self._killed[1] if self._killed is not None and self._killed[0] is process else None
 
     async def ended(self, process: ModelProcess) -> None:
         """Wait until a process that does not take connections is seen to be gone; not for long."""
         watch = self._watch
         if self.process is process and watch is not None:
             await asyncio.wait([watch], timeout=_STOP_SECONDS)
-
-    async def failure_of(self, process: ModelProcess, error: BaseException) -> DispatchError:
-        """Why a connection to the process broke: it died (and of what), or it closed the connection."""
-        try:
-            async with asyncio.timeout(2):
-                ended = await asyncio.shield(process.exited)
-        except TimeoutError:
-            return DispatchError(
-                self.subject,
-                f"its process closed the connection before the end of the answer ({type(error).__name__})",
-                f"see omni logs {self.model}",
-                reason=Reason.CRASHED,
-                status=502,
-            )
-        return DispatchError(self.subject, ended.problem, ended.cure, reason=ended.reason, status=502)
 
     # What the broker tells it
 
@@ -377,40 +241,41 @@ class Instance:
         prepared = self.prepared
         assert prepared is not None
         began = time.monotonic()
-        self._ending, self._ending_because = False, None
+        self._ending = False
         self.set_state(State.STARTING, "its process is being started")
         process: ModelProcess | None = None
         try:
             process = await self._spawn(self)
-            reply = await process.command(
-                Start(
-                    self.spec,
-                    prepared.inside(process),
-                    prepared.image_bytes,
-                    prepared.frame_bytes,
-                    prepared.device,
-                    prepared.threads,
-                ),
-                (),
-                self.limits.load_deadline_seconds,
+            start = Start(
+                self.spec,
+                prepared.inside(process),
+                prepared.image_bytes,
+                prepared.frame_bytes,
+                prepared.device,
+                prepared.threads,
             )
+            reply = await process.command(start, (), self.limits.load_deadline_seconds)
+            session = self._session(process)
         except BaseException as error:
             if process is not None:
                 process.kill()
-                await process.exited
+                await asyncio.wait([process.exited], timeout=_KILL_SECONDS)
             self.set_state(State.COLD, error.problem if isinstance(error, OmniError) else "its start was cancelled")
             raise
-        self.coming_bytes = int(reply.values.get("workingBytes") or 0)
-        self.process = process
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path=str(process.socket_path), limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-        )
+        self.coming_bytes = reply.number("workingBytes")
+        self.process, self.session = process, session
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
         self.last_start_seconds = time.monotonic() - began
         self.evicted_seconds = time.monotonic()
         self.set_state(State.WARM, "its process is started")
+
+    def _session(self, process: ModelProcess) -> aiohttp.ClientSession:
+        idle_seconds = _IDLE_FOREIGN_CONNECTION_SECONDS if self.foreign else _IDLE_CONNECTION_SECONDS
+        return aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(path=str(process.socket_path), limit=0, keepalive_timeout=idle_seconds),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+        )
 
     def begin_wake(self) -> None:
         """WARM or FROZEN -> WAKING."""
@@ -428,7 +293,7 @@ class Instance:
         if process is None:
             raise ProcessError(self.subject, "its process ended while it was woken")
         began = time.monotonic()
-        timeout_seconds = self.limits.load_deadline_seconds if self.foreign else _ACKNOWLEDGE_SECONDS
+        timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
         await process.command(
             Wake([frame.id for frame in frames]), [frame.descriptor for frame in frames], timeout_seconds
         )
@@ -440,6 +305,10 @@ class Instance:
         self.draining = False
         self.line.owed = len(self.line.waiting)
         self.set_state(State.RESIDENT, f"woken in {self.last_wake_seconds:.3f} s")
+
+    def _acknowledged_within(self, engine_seconds: float) -> float:
+        """How long the process has for a wake or an evict; a foreign engine starts or ends meanwhile."""
+        return engine_seconds + _MARGIN_SECONDS if self.foreign else _ACKNOWLEDGE_SECONDS
 
     def wake_failed(self) -> None:
         """WAKING -> where it was: nothing was mapped."""
@@ -458,7 +327,7 @@ class Instance:
             raise ProcessError(self.subject, "its process ended")
         frozen = freeze and self.line.in_flight > 0
         self.set_state(State.EVICTING, why)
-        timeout_seconds = self.limits.drain_seconds if self.foreign else _ACKNOWLEDGE_SECONDS
+        timeout_seconds = self._acknowledged_within(self.limits.drain_seconds)
         await process.command(Evict(freeze=frozen), (), timeout_seconds)
         self.evictions += 1
         self.draining = False
@@ -478,17 +347,25 @@ class Instance:
         await self._ended()
         self.message = why
 
-    async def kill(self, why: OmniError | None = None) -> None:
-        """End the process at once, in any state, and wait until it is seen to be gone."""
-        if self.process is None:
-            return
-        self._ending, self._ending_because = True, why
-        self.process.kill()
-        await self._ended()
+    async def kill(self, why: OmniError | None = None) -> bool:
+        """End the process at once, in any state; whether it is seen to be gone.
 
-    async def _ended(self) -> None:
-        if self._watch is not None:
-            await asyncio.shield(self._watch)
+        One that hangs in the kernel is not, and what it holds stays its own until it is.
+        """
+        if self.process is None:
+            return True
+        self._ending, self._killed = True, (self.process, why)
+        self.process.kill()
+        return await self._ended()
+
+    async def _ended(self) -> bool:
+        watch = self._watch
+        if watch is None:
+            return True
+        await asyncio.wait([watch], timeout=_KILL_SECONDS)
+        if not watch.done():
+            log.error("not_gone model=%s pid=%s", self.name, self.process.pid if self.process else 0)
+        return watch.done()
 
     async def _watch_exit(self, process: ModelProcess) -> None:
         ended = await asyncio.shield(process.exited)
@@ -499,7 +376,7 @@ class Instance:
         self.frozen_since_seconds = None
         self.private_bytes = 0
         self.line.owed = 0
-        error = self._ending_because if self._ending else ended
+        error = self.ended_because(process) if self._ending else ended
         if error is not None:
             self.restarts += 1
         self.set_state(State.COLD, error.problem if error is not None else self.message)
@@ -509,22 +386,8 @@ class Instance:
 
     def fail(self, error: OmniError) -> None:
         """Note a failure: until it makes sense to try again, requests are refused with its reason."""
-        now = time.monotonic()
-        if now - self.failed_seconds > HEALTHY_SECONDS:
-            self.failures = 0
-        self.failed_seconds = now
-        self.failures += 1
-        self.failure = error
-        # The first death of a model that has worked is taken for an accident: it is started again at once.
-        step = self.failures - (2 if self.verified else 1)
-        wait_seconds = BACKOFF_SECONDS[min(step, len(BACKOFF_SECONDS) - 1)] if step >= 0 else 0.0
-        self.retry_at_seconds = now + wait_seconds
+        wait_seconds = self.failures.note(error, time.monotonic(), verified=self.verified)
         self.message = error.problem
         if wait_seconds:
-            self.line.refuse(self.refusal)
+            self.line.refuse(self.door.refusal)
         self._changed()
-
-    def recovered(self) -> None:
-        """Forget the failure: it has answered rightly."""
-        self.failure = None
-        self.retry_at_seconds = 0.0

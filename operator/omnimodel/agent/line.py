@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from omnimodel.errors import DispatchError
+from omnimodel.placement.state import Constants, next_gap
 
 if TYPE_CHECKING:
     from omnimodel.agent.instance import Instance
 
-GAP_WEIGHT = 0.2  # Source: policy-notes, the recommended function: gap + 0.2 (silence - gap)
+_CONSTANTS = Constants()
 
 
 @dataclass(eq=False)
@@ -83,17 +84,21 @@ class Line:
 
     def arrive(self, now: float, *, system: bool = False, background: bool = False) -> Waiter:
         """Take the place at the end; the agent itself takes the first."""
-        if not system:
-            silence = now - self.last_arrival_seconds
-            if silence < math.inf:
-                known = self.gap_seconds < math.inf
-                self.gap_seconds = self.gap_seconds + GAP_WEIGHT * (silence - self.gap_seconds) if known else silence
-            self.last_arrival_seconds = now
         waiter = Waiter(self, now, asyncio.get_running_loop().create_future(), system, background)
         if system:
             self.waiting.appendleft(waiter)
         else:
+            self.gap_seconds = next_gap(self.gap_seconds, self.last_arrival_seconds, now, _CONSTANTS)
+            self.last_arrival_seconds = now
             self.waiting.append(waiter)
+        self.changed()
+        return waiter
+
+    def come_back(self, arrived_seconds: float, *, background: bool = False) -> Waiter:
+        """Take the place again that a request had by its age; it is no further arrival."""
+        waiter = Waiter(self, arrived_seconds, asyncio.get_running_loop().create_future(), background=background)
+        older = sum(other.system or other.arrived_seconds <= arrived_seconds for other in self.waiting)
+        self.waiting.insert(older, waiter)
         self.changed()
         return waiter
 

@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.agent.broker import SMALLEST_WORKING_BYTES
-from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.instance import Instance
 from omnimodel.agent.preparation import Footprint, finish
 from omnimodel.agent.proof import prove
+from omnimodel.agent.reporting import instance_report, tensors
 from omnimodel.errors import OmniError, Reason
 from omnimodel.protocol.dispatch import ModelCard
-from omnimodel.protocol.report import ModelReport, ProcessReport
-from omnimodel.render import spec_card
+from omnimodel.protocol.report import ModelReport
 
 if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
     from omnimodel.agent.layout import Layout
-    from omnimodel.agent.preparation import Preparation
+    from omnimodel.agent.preparation import Preparation, Prepared
 
 log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 WORKING_STEP_BYTES = 4 * _MIB
 WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: other requests ask for more
+_BOUNDED_PHASES = {  # with a limit on silence; publishing has its own, and who is queued waits for others
+    "fetching": "its source was fetched",
+    "building": "its environment was built",
+}
 _LONG_PHASES = {  # told as events: they can take minutes
     "building": "its environment is being built",
     "publishing": "its weights are being published as an image",
@@ -44,6 +48,11 @@ def working_from_measured(peak_bytes: int, coming_bytes: int = 0) -> int:
     """
     wanted = peak_bytes + max(coming_bytes, peak_bytes // 4) + WORKING_HEADROOM_BYTES
     return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
+
+
+def _one_process(spec: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether one process can serve both specs: an edit between them needs no other, nor another size."""
+    return all(spec[field] == other[field] for field in ("hash", "deviceMemoryBytes"))
 
 
 class Model:
@@ -97,7 +106,7 @@ class Model:
 
     def revise(self, spec: dict[str, Any]) -> None:
         """Take a changed spec, after those that came before it."""
-        if spec["hash"] != self.latest.spec["hash"] or not self.latest.verified:
+        if not _one_process(spec, self.latest.spec) or not self.latest.verified:
             self.problem = None
             self._say("fetching")
         self._revising = asyncio.create_task(self._revise(spec, self._revising), name=f"revise {self.key}")
@@ -107,13 +116,13 @@ class Model:
         if earlier is not None:
             await asyncio.gather(earlier, return_exceptions=True)
         latest = self.latest
-        if spec["hash"] == latest.spec["hash"]:
+        if _one_process(spec, latest.spec):
             latest.update(spec)
             if not latest.verified:  # the edit may be the cure
                 await finish(self._task)
-                latest.recovered()
+                latest.failures.recovered()
                 self._bring(latest)
-        elif spec["hash"] == self.serving.spec["hash"] and self.serving.verified:
+        elif _one_process(spec, self.serving.spec) and self.serving.verified:
             self.serving.update(spec)
             await finish(self._task)
             self._discard(self.incoming, "the edit was taken back")
@@ -135,22 +144,20 @@ class Model:
         self._bring(instance)
 
     def _discard(self, instance: Instance | None, why: str) -> None:
-        """Remove a revision; its requests in flight finish first."""
+        """Remove a revision; its requests in flight finish first, within its `limits.drainTimeout`."""
         if instance is None:
             return
-        task = asyncio.create_task(
-            self._broker.remove(instance, why, instance.limits.deadline_seconds), name=f"discard {instance.name}"
-        )
+        task = asyncio.create_task(self._broker.orders.remove(instance, why), name=f"discard {instance.name}")
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
 
-    async def remove(self, drain_seconds: float) -> None:
-        """Take the model away: requests in flight finish, then its processes go."""
+    async def remove(self) -> None:
+        """Take the model away: requests in flight finish within its `limits.drainTimeout`, then its processes go."""
         await self.halt()
         self.phase = "draining"
         await asyncio.gather(
             *self._discarding,
-            *(self._broker.remove(instance, "the model was deleted", drain_seconds) for instance in self.instances),
+            *(self._broker.orders.remove(instance, "the model was deleted") for instance in self.instances),
         )
 
     async def halt(self) -> None:
@@ -167,19 +174,21 @@ class Model:
         while True:
             try:
                 if instance.prepared is None:
-                    instance.prepared = await self._preparation.prepare(instance.subject, instance.spec, self._report)
+                    instance.prepared = await self._prepare(instance)
                     self._size(instance)
                 self._broker.instances[instance.name] = instance
                 self._say("starting")
                 await self._verify(instance)
                 break
             except OmniError as error:
-                self.problem = error
-                self._say("failed")
-                if instance.failure is None or time.monotonic() >= instance.retry_at_seconds:
-                    self._broker.moves.failed(instance, error)
-                log.warning("model_failed model=%s reason=%s problem=%r", instance.name, error.reason, error.problem)
-            await asyncio.sleep(max(0.05, instance.retry_at_seconds - time.monotonic()))
+                self._failed(instance, error)
+            except Exception as error:
+                log.exception("bring_failed model=%s", instance.name)
+                told = f"{type(error).__name__}: {error}"
+                self._failed(
+                    instance, OmniError(instance.subject, told, "see the log of the agent", reason=Reason.INTERNAL)
+                )
+            await asyncio.sleep(max(0.05, instance.failures.retry_at_seconds - time.monotonic()))
         self.problem = None
         self._broker.moves.tell(
             instance, "Ready", "it answered its probe" if instance.spec["probe"] else "it was woken"
@@ -187,6 +196,39 @@ class Model:
         if instance is self.incoming:
             self._switch(instance)
         self._say("serving")
+
+    async def _prepare(self, instance: Instance) -> Prepared:
+        """Fetch, build and publish; what does not move for `limits.loadDeadline` is given up.
+
+        Raises:
+            OmniError: it cannot be prepared, or nothing moved any more.
+        """
+        seconds = instance.limits.load_deadline_seconds
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                def moved(phase: str, progress: float) -> None:
+                    self._report(phase, progress)
+                    if not limit.expired():
+                        limit.reschedule(loop.time() + seconds if phase in _BOUNDED_PHASES else None)
+
+                return await self._preparation.prepare(instance.subject, instance.spec, moved)
+        except TimeoutError:
+            raise OmniError(
+                instance.subject,
+                f"while {_BOUNDED_PHASES.get(self.phase, 'it was prepared')} nothing moved for {seconds:g} s, "
+                "its limits.loadDeadline",
+                "see whether what it needs can be reached, or raise limits.loadDeadline",
+                reason=Reason.LOAD_TIMEOUT,
+            ) from None
+
+    def _failed(self, instance: Instance, error: OmniError) -> None:
+        self.problem = error
+        self._say("failed")
+        if instance.failure is None or time.monotonic() >= instance.failures.retry_at_seconds:
+            self._broker.moves.failed(instance, error)
+        log.warning("model_failed model=%s reason=%s problem=%r", instance.name, error.reason, error.problem)
 
     def _say(self, phase: str, progress: float = -1.0) -> None:
         self.phase, self.progress = phase, progress
@@ -225,23 +267,34 @@ class Model:
             await waiter.admitted
             self._say("probing")
             await prove(instance)
+            process = instance.process
             await self._broker.accounting.measure(instance)
+            if process is None or instance.process is not process:
+                raise OmniError(instance.subject, "its process ended after its first answer", reason=Reason.CRASHED)
             if not instance.measured:
-                peak_bytes = instance.process.group.peak_bytes() if instance.process else None
+                peak_bytes = process.group.peak_bytes()
                 measured_bytes = max(peak_bytes or 0, instance.private_bytes)
                 self._broker.learn_working(instance, working_from_measured(measured_bytes, instance.coming_bytes))
-                Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
+                self._remember_size(instance)
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
             self._broker.moves.end_measuring(instance)
             waiter.leave()
         if renew:  # the process still has the grant for its limit; the next one has what was measured
-            await self._broker.stop(instance, "its size is known now")
+            await self._broker.orders.stop(instance, "its size is known now")
         instance.verified = True
-        instance.recovered()
+        instance.failures.recovered()
         if instance.residency.preload:
             instance.wanted_since_seconds = None if instance.resident else time.monotonic()
-        instance.admit()
+        instance.door.admit()
+
+    def _remember_size(self, instance: Instance) -> None:
+        """Save what was measured, so that it is measured once; a full disk only means to measure again."""
+        footprint, process_hash = Footprint(instance.working_bytes), instance.spec["hash"]
+        try:
+            footprint.save(self._layout, process_hash)
+        except OmniError as error:
+            log.warning("size_not_saved model=%s problem=%r", instance.name, error.problem)
 
     def _switch(self, instance: Instance) -> None:
         """Let a verified revision take over: whoever waits goes to it, who is in flight finishes with the old one."""
@@ -270,7 +323,7 @@ class Model:
         room = (self._broker.budget_bytes - instance.weights_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
         if instance.working_bytes < min(wanted, room):
             instance.working_bytes = min(wanted, room)
-            Footprint(instance.working_bytes).save(self._layout, instance.spec["hash"])
+            self._remember_size(instance)
 
     # What is reported
 
@@ -283,88 +336,47 @@ class Model:
         return self._card
 
     def _make_card(self, ready: bool, reason: str, message: str) -> ModelCard:
-        return replace(
-            spec_card(self.serving.spec),
-            tier=self.serving.tier,
+        instance, spec = self.serving, self.serving.spec
+        return ModelCard(
+            name=instance.model if instance.namespace == "default" else self.key,
+            namespace=instance.namespace,
+            served_names=tuple(name["name"] for name in spec["servedNames"]),
+            task=spec["task"],
+            tier=instance.tier,
             ready=ready,
             reason=reason,
             message=message,
-            inputs=self._tensors("inputs"),
-            outputs=self._tensors("outputs"),
+            listed=any(name["listed"] for name in spec["servedNames"]),
+            defaults={name["name"]: name["defaults"] for name in spec["servedNames"] if name["defaults"]},
+            request_bytes=instance.limits.request_bytes,
+            inputs=tensors(self.serving, "inputs"),
+            outputs=tensors(self.serving, "outputs"),
+            capabilities=tuple(spec["capabilities"]),
+            metadata=spec["metadata"],
             created_seconds=self.created_seconds,
+            concurrency=instance.limits.concurrency,
         )
-
-    def _tensors(self, which: str) -> tuple[dict[str, Any], ...]:
-        prepared = self.serving.prepared
-        return tuple(prepared.image.index.metadata.get(which) or ()) if prepared and prepared.image else ()
 
     def _readiness(self) -> tuple[bool, str, str]:
         """Whether the revision that serves is ready; reason and sentence when it, or the one to follow, is not."""
         instance = self.serving
         if instance.blocked:
             return False, str(Reason.TOO_LARGE), instance.blocked
-        failing = instance.failure if not instance.verified or instance.retry_at_seconds > time.monotonic() else None
+        failures = instance.failures
+        failing = failures.last if not instance.verified or failures.retry_at_seconds > time.monotonic() else None
         problem = self.problem or failing
         ready = instance.verified and failing is None
         return ready, str(problem.reason) if problem else "", problem.problem if problem else ""
 
     def report(self) -> ModelReport:
         """The model now."""
-        instance = self.serving
         ready, reason, message = self._readiness()
-        device_bytes, host_bytes = self._broker.memory.ledger.held_by(instance.name)
-        return ModelReport(
-            namespace=instance.namespace,
-            name=instance.model,
-            generation=instance.generation,
-            tier=instance.tier,
-            phase=self._phase(instance),
-            ready=ready,
+        report = instance_report(self.serving, self._broker.memory.ledger)
+        return replace(
+            report,
+            phase=report.phase if self.phase == "serving" else self.phase,
             progress=self.progress,
+            ready=ready,
             reason=reason,
-            message=message or instance.message,
-            weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
-            working_bytes=instance.working_bytes if instance.measured else 0,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            waiting=sum(not waiter.system for waiter in instance.line.waiting),
-            in_flight=instance.line.in_flight - instance.line.system_in_flight,
-            served=instance.line.served,
-            failed=instance.line.failed,
-            wakes=instance.wakes,
-            evictions=instance.evictions,
-            swaps=dict(sorted(instance.causes.items())),
-            last_wake_seconds=instance.last_wake_seconds,
-            last_request_seconds=instance.last_request_seconds,
-            since_seconds=instance.since_seconds,
-            inputs=self._tensors("inputs"),
-            outputs=self._tensors("outputs"),
-            process=self._process(instance),
-        )
-
-    def _phase(self, instance: Instance) -> str:
-        if self.phase != "serving":
-            return self.phase
-        moving = {State.WAKING: "waking", State.EVICTING: "evicting", State.STARTING: "starting"}
-        if instance.state in moving:
-            return moving[instance.state]
-        if instance.draining:
-            return "draining"
-        return "serving" if instance.line.busy else "idle"
-
-    @staticmethod
-    def _process(instance: Instance) -> ProcessReport | None:
-        process = instance.process
-        if process is None:
-            return None
-        return ProcessReport(
-            instance=process.instance,
-            pid=process.pid,
-            state="draining" if instance.draining else "starting" if instance.state is State.STARTING else "ready",
-            started_seconds=process.started_seconds,
-            private_bytes=instance.private_bytes,
-            restarts=instance.restarts,
-            isolation_level=str(process.reached.level),
-            isolation_missing=process.reached.missing,
-            cgroup=",".join(process.group.paths),
+            message=message or report.message,
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from omnimodel.memory.devices import Device, Frame
     from omnimodel.memory.frames import FramePool
     from omnimodel.memory.ledger import Ledger
+    from omnimodel.memory.store import ImageRef
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Moves:
         memory: of the device.
         events: where moves are told to people.
         worth: of an image by its digest; the least worth loses its frames first.
+        relieve: asks warm processes to give up so many bytes of host memory.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
         changed: called when a move has ended.
     """
@@ -60,6 +62,7 @@ class Moves:
         events: EventLog,
         *,
         worth: Callable[[str], float],
+        relieve: Callable[[int], None],
         measure: Callable[[Instance], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
@@ -70,6 +73,7 @@ class Moves:
         self.swaps = 0
         self._events = events
         self._worth = worth
+        self._relieve = relieve
         self._measure = measure
         self._changed = changed
         self._under_way: dict[str, asyncio.Task[None]] = {}
@@ -77,25 +81,49 @@ class Moves:
     def __contains__(self, name: str) -> bool:
         return name in self._under_way
 
-    async def finish(self) -> None:
-        """Wait for all moves."""
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+    async def close(self, instances: Iterable[Instance]) -> None:
+        """End every process and every move; what does not end in time is left to the kernel."""
+        for name, move in self._under_way.items():
+            log.debug("move_given_up model=%s", name)
+            move.cancel()
+        moves = list(self._under_way.values())
+        await asyncio.gather(*(instance.kill() for instance in instances), return_exceptions=True)
+        if moves:
+            await asyncio.wait(moves, timeout=_FREED_SECONDS)
 
     def _begin(self, instance: Instance, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         async def run() -> None:
             try:
                 await work
-            except Exception:
+            except Exception as error:
                 log.exception("move_failed model=%s", instance.name)
+                await self._broke_off(instance, error)
             finally:
                 if self._under_way.get(instance.name) is asyncio.current_task():
                     del self._under_way[instance.name]
                 self._changed()
 
-        assert instance.name not in self._under_way
         task = asyncio.create_task(run(), name=f"move {instance.name}")
         self._under_way[instance.name] = task
         return task
+
+    async def _broke_off(self, instance: Instance, error: Exception) -> None:
+        """Bring an instance whose move broke off in an unforeseen way back to where one can begin."""
+        instance.leaving = instance.freezing = False
+        broken = _explained(instance, error)
+        if instance.process is None:
+            instance.set_state(State.COLD, broken.problem)
+            self.on_exit(instance, broken)
+        elif not await instance.kill(broken):
+            self.memory.frames.quarantine(instance.name)
+
+    async def give_up(self, instance: Instance) -> None:
+        """End a start, or the wake of a foreign engine, that is under way for nobody; wait for any other move."""
+        if instance.state is State.STARTING and instance.name in self._under_way:
+            self._under_way[instance.name].cancel()
+        elif instance.state is State.WAKING and instance.foreign:
+            await instance.kill()
+        await self.settle(instance)
 
     async def settle(self, instance: Instance) -> None:
         """Wait until an instance is in no move."""
@@ -104,10 +132,12 @@ class Moves:
 
     def start(self, instance: Instance) -> asyncio.Task[None]:
         """Start the process of an instance."""
+        self._check_free(instance)
         return self._begin(instance, self._start(instance))
 
     def wake(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> asyncio.Task[None]:
         """Wake an instance after its victims have left; what it will hold is its own from now on."""
+        self._check_free(instance)
         instance.reserved = True
         instance.causes[_wake_cause(instance)] += 1
         if not instance.foreign:
@@ -115,6 +145,10 @@ class Moves:
         if not instance.measured:
             self.measuring = instance.name
         return self._begin(instance, self._wake_up(instance, leaving))
+
+    def _check_free(self, instance: Instance) -> None:
+        """Before anything is changed for a move: an instance is in one at most."""
+        assert instance.name not in self._under_way, f"{instance.name} is in a move"
 
     async def _start(self, instance: Instance) -> None:
         """COLD -> WARM; a failure is noted in the instance."""
@@ -128,6 +162,7 @@ class Moves:
 
     def let_go(self, instance: Instance, *, freeze: bool, for_whom: str) -> asyncio.Task[None]:
         """Take a victim off the device, or freeze its requests; at once for whoever asks what it holds."""
+        self._check_free(instance)
         instance.leaving, instance.freezing = True, freeze
         instance.causes["freeze" if freeze else "room"] += 1
         why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
@@ -135,6 +170,7 @@ class Moves:
 
     def step_off(self, instance: Instance, why: str, cause: str, *, stop: bool) -> asyncio.Task[None]:
         """Take an instance without requests off the device, and with `stop` end its process."""
+        self._check_free(instance)
         if instance.state is State.RESIDENT:
             instance.leaving, instance.freezing = True, False
             instance.causes[cause] += 1
@@ -176,6 +212,8 @@ class Moves:
         """Bring an instance onto the device, after its victims have left it."""
         try:
             await asyncio.gather(*leaving, return_exceptions=True)
+            if instance.removed and instance.state is not State.FROZEN:
+                return
             if instance.state is State.COLD:
                 await self._start(instance)
             if instance.state in {State.WARM, State.FROZEN}:
@@ -199,6 +237,8 @@ class Moves:
         copy_seconds = 0.0
         frames: tuple[Frame, ...] = ()
         try:
+            if image is not None:
+                await self._room_on_host(image)
             await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
             await pool.make_room(worth_of)
             if image is None or not prepared.frame_count:
@@ -209,7 +249,7 @@ class Moves:
                     frames = allocation.frames
                     copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS)
                 self._learn_rate(allocation.missing * self.memory.device.frame_bytes, copy_seconds)
-        except (OmniError, TimeoutError) as error:
+        except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
                 account.cancel(instance.name)
                 return
@@ -219,7 +259,7 @@ class Moves:
                 instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
             )
             instance.wake_failed()
-            self.failed(instance, error if isinstance(error, OmniError) else _slow_copy(instance))
+            self.failed(instance, _explained(instance, error))
             return
         finally:
             if self.copying == instance.name:
@@ -243,7 +283,14 @@ class Moves:
             instance.proving = False
         self.swaps += 1
         self.tell(instance, "Woken", instance.message)
-        instance.admit()
+        instance.door.admit()
+
+    async def _room_on_host(self, image: ImageRef) -> None:
+        """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
+        deadline = time.monotonic() + _FREED_SECONDS
+        while (short_bytes := self.memory.arena.short_bytes(image)) and time.monotonic() < deadline:
+            self._relieve(short_bytes)
+            await asyncio.sleep(0.01)
 
     async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
         """Have the bytes of a wake set aside. Victims were told to leave, but one that is killed takes a moment.
@@ -299,7 +346,17 @@ def _wake_cause(instance: Instance) -> str:
     return "check" if not instance.verified else "hand" if instance.line.waiting else "preload"
 
 
-def _slow_copy(instance: Instance) -> OmniError:
+def _explained(instance: Instance, error: Exception) -> OmniError:
+    """What broke a move off, as a person is told."""
+    if isinstance(error, OmniError):
+        return error
+    if not isinstance(error, TimeoutError):
+        return OmniError(
+            instance.subject,
+            f"a move of it broke off: {type(error).__name__}: {error}",
+            "see the log of the agent",
+            reason=Reason.INTERNAL,
+        )
     return OmniError(
         instance.subject,
         f"its image was not copied to the device within {_COPY_SECONDS:g} s",

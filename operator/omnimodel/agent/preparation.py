@@ -247,5 +247,6 @@ async def finish(task: asyncio.Task[Any] | None) -> None:
     if task is None or task.done():
         return
     task.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await task
+    await asyncio.wait([task])  # a caller that is cancelled itself is so at once
+    if not task.cancelled():
+        task.exception()

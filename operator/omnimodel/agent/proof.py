@@ -49,7 +49,7 @@ async def prove(instance: Instance) -> None:
             instance.subject, "its probe was not answered in time", "raise probe.timeout", reason=Reason.PROBE_FAILED
         ) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise await instance.failure_of(process, error) from error
+        raise await instance.door.failure_of(process, error) from error
     wrong = probes.failures(probe, response.status, response.headers, body)
     if wrong:
         raise ProcessError(

@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import psutil
-
 from omnimodel.api import OmniPool
 from omnimodel.errors import OmniError
+from omnimodel.memory.devices.available import available_bytes, total_bytes
 from omnimodel.quantity import AUTO, parse_bytes, parse_share
 
 HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
 AUTO_DEVICE_SHARE = 0.5  # of the memory that is available when the pool is first served
 AUTO_HOST_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memory of this machine, or of the control group that the agent is in, at one moment."""
+
+    total_bytes: int
+    available_bytes: int
+
+    @classmethod
+    def now(cls) -> Machine:
+        """Measure it."""
+        return cls(total_bytes(), available_bytes())
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,12 @@ class Supply:
     threads: int
 
 
-def supply(pool: OmniPool) -> Supply:
+def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     """Resolve a pool on this machine.
+
+    Args:
+        pool: what is wished.
+        machine: as it was before the pool held any of its memory; None for now.
 
     Raises:
         OmniError: it asks for a device that is not here.
@@ -45,10 +61,10 @@ def supply(pool: OmniPool) -> Supply:
         raise OmniError(
             pool.subject, "spec.device.type: cuda is not served by this build's agent", "write cpu, or auto"
         )
-    memory = psutil.virtual_memory()
+    machine = machine or Machine.now()
     frame_bytes = parse_bytes(device.frame_size) if device.frame_size is not None else HOST_FRAME_BYTES
-    budget_bytes = _bytes(device.memory, memory.total, int(memory.available * AUTO_DEVICE_SHARE))
-    host_bytes = _bytes(pool.spec.host_memory, memory.total, int(memory.available * AUTO_HOST_SHARE))
+    budget_bytes = _bytes(device.memory, machine.total_bytes, int(machine.available_bytes * AUTO_DEVICE_SHARE))
+    host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
     cores = len(os.sched_getaffinity(0))
     return Supply("host", frame_bytes, budget_bytes // frame_bytes * frame_bytes, host_bytes, max(1, cores // 2))
 

@@ -88,6 +88,12 @@ class Arena:
         async with self.staged(ref, worth):
             pass
 
+    def short_bytes(self, ref: ImageRef) -> int:
+        """How many bytes an image would lack even if all went that is not in use; 0 when it fits, or is here."""
+        if ref.digest in self._entries:
+            return 0
+        return max(0, ref.bytes - self._room_bytes() - sum(entry.ref.bytes for entry in self._idle()))
+
     def drop(self, digest: str) -> None:
         """Take an image out, at the end of its use; harmless when it is not there."""
         entry = self._entries.get(digest)
@@ -114,16 +120,18 @@ class Arena:
         for entry in list(self._entries.values()):
             self._remove(entry)
 
+    def _room_bytes(self) -> int:
+        if self.budget_bytes is None:
+            return self.account.free_bytes
+        return min(self.account.free_bytes, self.budget_bytes - self.held_bytes)
+
     def _begin(self, ref: ImageRef, worth: Callable[[str], float]) -> _Entry:
-        room_bytes = self.account.free_bytes
-        if self.budget_bytes is not None:
-            room_bytes = min(room_bytes, self.budget_bytes - self.held_bytes)
+        room_bytes = self._room_bytes()
         if ref.bytes > room_bytes:
-            evictable_bytes = sum(entry.ref.bytes for entry in self._idle())
-            if ref.bytes > room_bytes + evictable_bytes:
+            if short_bytes := self.short_bytes(ref):
                 raise LedgerError(
                     f"image {ref.digest[:12]}",
-                    f"needs {ref.bytes} bytes of the arena, {max(0, room_bytes + evictable_bytes)} could be free",
+                    f"needs {ref.bytes} bytes of the arena, {max(0, ref.bytes - short_bytes)} could be free",
                     "raise the pool's hostMemory",
                 )
             self._free_up(ref.bytes - room_bytes, worth)

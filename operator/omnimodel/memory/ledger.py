@@ -1,7 +1,8 @@
 """The exact account of device and host bytes: who holds what, what is promised, what is free.
 
 Pure: no I/O, no clock. One task owns it (the agent's broker), so nothing here locks. No call ever leaves an account
-below zero or over its capacity: it raises, and nothing has changed.
+below zero or over its capacity: it raises, and nothing has changed. Only host memory can be over: what a process was
+measured to hold is a fact, which the account records; it then grants nothing until there is room again.
 
 The life of a wake's bytes: `promise` (nobody else can get them), `grant` (they are the model's frames and working
 memory), `release_frames`. Frames are elastic: they are made when first promised, stay when they are released, and the
@@ -34,6 +35,7 @@ class AccountSnapshot:
     """An account at one moment.
 
     Args:
+        free_bytes: below zero when processes were measured to hold more than there is.
         held: holder -> kind -> bytes, both in order of their names; no zeroes.
     """
 
@@ -63,33 +65,28 @@ class Account:
     Args:
         name: `device` or `host`, for messages.
         capacity_bytes: what there is in all.
+        measured: `set` records more than there is, and `resize` goes below what is held.
     """
 
-    def __init__(self, name: str, capacity_bytes: int) -> None:
+    def __init__(self, name: str, capacity_bytes: int, *, measured: bool = False) -> None:
         _whole(name, capacity_bytes)
         self.name = name
         self.capacity_bytes = capacity_bytes
-        self._held: dict[tuple[str, Kind], int] = {}
+        self._measured = measured
+        self._held: dict[str, dict[Kind, int]] = {}
         self._held_bytes = 0
 
     @property
     def free_bytes(self) -> int:
-        """Bytes nobody holds."""
+        """Bytes nobody holds; of a measured account below zero when more is held than there is."""
         return self.capacity_bytes - self._held_bytes
 
     def held_bytes(self, holder: str | None = None, kind: Kind | None = None) -> int:
         """Bytes of a holder, of a kind, of both, or of everyone."""
-        if holder is not None and kind is not None:
-            return self._held.get((holder, kind), 0)
-        return sum(
-            held_bytes
-            for (who, what), held_bytes in self._held.items()
-            if holder in {None, who} and kind in {None, what}
-        )
-
-    def holders(self, kind: Kind) -> list[str]:
-        """Who holds bytes of a kind."""
-        return sorted(holder for holder, what in self._held if what == kind)
+        if holder is None and kind is None:
+            return self._held_bytes
+        kinds = self._held.values() if holder is None else (self._held.get(holder, {}),)
+        return sum(sum(held.values()) if kind is None else held.get(kind, 0) for held in kinds)
 
     def hold(self, holder: str, kind: Kind, more_bytes: int) -> None:
         """Take bytes in addition to what the holder has.
@@ -98,7 +95,7 @@ class Account:
             LedgerError: there are not that many free; naming both numbers.
         """
         _whole(holder, more_bytes)
-        if more_bytes > self.free_bytes:
+        if more_bytes and more_bytes > self.free_bytes:
             raise self._too_much(holder, kind, more_bytes)
         self._put(holder, kind, self.held_bytes(holder, kind) + more_bytes)
 
@@ -123,11 +120,12 @@ class Account:
         """Hold exactly that many bytes, as measured.
 
         Raises:
-            LedgerError: it has grown by more than is free; the account still says what it said before.
+            LedgerError: it has grown by more than is free, and the account is no measured one; it still says what it
+                said before.
         """
         _whole(holder, size_bytes)
         more_bytes = size_bytes - self.held_bytes(holder, kind)
-        if more_bytes > self.free_bytes:
+        if more_bytes > self.free_bytes and not self._measured:
             raise self._too_much(holder, kind, more_bytes)
         self._put(holder, kind, size_bytes)
 
@@ -135,10 +133,10 @@ class Account:
         """Change the capacity, after an edit of the pool.
 
         Raises:
-            LedgerError: more is held than that; naming both numbers.
+            LedgerError: more is held than that, and the account is no measured one; naming both numbers.
         """
         _whole(self.name, capacity_bytes)
-        if capacity_bytes < self._held_bytes:
+        if capacity_bytes < self._held_bytes and not self._measured:
             raise LedgerError(
                 f"{self.name} budget",
                 f"cannot become {capacity_bytes} bytes while {self._held_bytes} are held",
@@ -148,15 +146,16 @@ class Account:
 
     def snapshot(self) -> AccountSnapshot:
         """The account as it is now."""
-        held: dict[str, dict[Kind, int]] = {}
-        for (holder, kind), held_bytes in sorted(self._held.items()):
-            held.setdefault(holder, {})[kind] = held_bytes
+        held = {holder: dict(sorted(kinds.items())) for holder, kinds in sorted(self._held.items())}
         return AccountSnapshot(self.capacity_bytes, self.free_bytes, held)
 
     def _put(self, holder: str, kind: Kind, size_bytes: int) -> None:
-        self._held_bytes += size_bytes - self._held.pop((holder, kind), 0)
+        kinds = self._held.setdefault(holder, {})
+        self._held_bytes += size_bytes - kinds.pop(kind, 0)
         if size_bytes:
-            self._held[holder, kind] = size_bytes
+            kinds[kind] = size_bytes
+        elif not kinds:
+            del self._held[holder]
 
     def _too_much(self, holder: str, kind: Kind, more_bytes: int) -> LedgerError:
         return LedgerError(
@@ -314,7 +313,7 @@ class Ledger:
 
     def __init__(self, device_bytes: int, host_bytes: int, frame_bytes: int) -> None:
         self.device = DeviceAccount(device_bytes, frame_bytes)
-        self.host = Account("host", host_bytes)
+        self.host = Account("host", host_bytes, measured=True)
 
     def snapshot(self) -> LedgerSnapshot:
         """Everything, for a report."""
@@ -334,7 +333,7 @@ class Ledger:
         """Give back all that a holder has but frames, which `FramePool` releases. Its process must be gone."""
         self.device.cancel(holder)
         for account in (self.device, self.host):
-            for kind in account.snapshot().held.get(holder, {}):
+            for kind in list(Kind):
                 if kind not in {Kind.FRAMES, Kind.QUARANTINE}:
                     account.give_back(holder, kind)
 

@@ -1,7 +1,8 @@
 """Which models leave the device because nobody uses them, and which warm processes are worth no longer their memory.
 
-On a CPU machine a frozen process returns nothing to the host, and a fork costs as little as a thaw: `parked` there
-means that the process of an evicted model stays for a while and then goes.
+The process of an evicted model stays for a while, ready for the next request, and then goes: a fork costs little. It
+stays for good where the manifest says `idleTier: warm`. On a CPU machine a frozen process returns nothing to the host,
+and a fork costs as little as a thaw: `parked` there means the same as to say nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class IdleConstants:
     Args:
         warm_seconds: so long the process of an evicted model stays, unless its `idleTier` is `warm`.
         warm_processes: how many processes of models that are not resident stay at most.
-        warm_bytes: how much private memory they hold at most, in all.
+        warm_bytes: how much private memory they hold at most, in all: what the host's budget leaves them.
     """
 
-    warm_seconds: float = 60.0
-    warm_processes: int = 64
+    warm_seconds: float = 300.0
+    warm_processes: int = 256
     warm_bytes: int = 4 << 30
 
 
@@ -47,7 +48,7 @@ class IdleModel:
     evicted_since: float = -inf
     private_bytes: int = 0
     idle_after_seconds: float | None = None
-    idle_tier: str = "warm"
+    idle_tier: str = "parked"
     keep_resident: bool = False
     priority: int = 500
     min_resident_until: float = -inf

@@ -23,6 +23,16 @@ def available_bytes(root: Path = Path("/")) -> int:
     return room_bytes
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """MemTotal, or the least limit of the cgroups this process is in.
+
+    Args:
+        root: where `proc` and `sys` are (for tests).
+    """
+    limits = [limit_bytes for limit_bytes, _ in _cgroups(root)]
+    return min([_meminfo(root / "proc/meminfo").get("MemTotal", 0), *limits])
+
+
 def _meminfo(path: Path) -> dict[str, int]:
     fields = {}
     for line in path.read_text().splitlines():

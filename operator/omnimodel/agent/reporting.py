@@ -1,0 +1,93 @@
+"""What the agent tells of an instance: controllers and gateways see models by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omnimodel.agent.instance import Instance, State
+from omnimodel.protocol.report import ModelReport, ProcessReport
+
+if TYPE_CHECKING:
+    from omnimodel.memory.ledger import Ledger
+
+MOST_TENSORS = 256  # of one model; each has a name of at most so many characters, and so many dimensions
+
+
+def tensors(instance: Instance, which: str) -> tuple[dict[str, Any], ...]:
+    """The `inputs` or `outputs` that the image of an instance describes."""
+    image = instance.prepared.image if instance.prepared else None
+    return _tensors_of(image.index.metadata.get(which)) if image else ()
+
+
+def _tensors_of(described: object) -> tuple[dict[str, Any], ...]:
+    """Tensors as an image describes them. A stranger's code wrote it: what is no such list counts as none."""
+    if not isinstance(described, list) or len(described) > MOST_TENSORS:
+        return ()
+    found = []
+    for tensor in described:
+        if not isinstance(tensor, dict):
+            return ()
+        name, datatype, shape = tensor.get("name"), tensor.get("datatype"), tensor.get("shape")
+        if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
+            return ()
+        if max(len(name), len(datatype), len(shape)) > MOST_TENSORS or any(type(size) is not int for size in shape):
+            return ()
+        found.append({"name": name, "datatype": datatype, "shape": list(shape)})
+    return tuple(found)
+
+
+def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
+    """An instance that has been brought up, now; the caller says whether the model is ready."""
+    device_bytes, host_bytes = ledger.held_by(instance.name)
+    return ModelReport(
+        namespace=instance.namespace,
+        name=instance.model,
+        generation=instance.generation,
+        tier=instance.tier,
+        phase=_phase(instance),
+        ready=False,
+        message=instance.message,
+        weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
+        working_bytes=instance.working_bytes if instance.measured else 0,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        waiting=sum(not waiter.system for waiter in instance.line.waiting),
+        in_flight=instance.line.in_flight - instance.line.system_in_flight,
+        served=instance.line.served,
+        failed=instance.line.failed,
+        wakes=instance.wakes,
+        evictions=instance.evictions,
+        swaps=dict(sorted(instance.causes.items())),
+        last_wake_seconds=instance.last_wake_seconds,
+        last_request_seconds=instance.last_request_seconds,
+        since_seconds=instance.since_seconds,
+        inputs=tensors(instance, "inputs"),
+        outputs=tensors(instance, "outputs"),
+        process=_process(instance),
+    )
+
+
+def _phase(instance: Instance) -> str:
+    moving = {State.WAKING: "waking", State.EVICTING: "evicting", State.STARTING: "starting"}
+    if instance.state in moving:
+        return moving[instance.state]
+    if instance.draining:
+        return "draining"
+    return "serving" if instance.line.busy else "idle"
+
+
+def _process(instance: Instance) -> ProcessReport | None:
+    process = instance.process
+    if process is None:
+        return None
+    return ProcessReport(
+        instance=process.instance,
+        pid=process.pid,
+        state="draining" if instance.draining else "ready",
+        started_seconds=process.started_seconds,
+        private_bytes=instance.private_bytes,
+        restarts=instance.restarts,
+        isolation_level=str(process.reached.level),
+        isolation_missing=process.reached.missing,
+        cgroup=",".join(process.group.paths),
+    )
