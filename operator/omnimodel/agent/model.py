@@ -17,6 +17,7 @@ from omnimodel.agent.reporting import instance_report, tensors
 from omnimodel.errors import OmniError, Reason
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
+from omnimodel.render import spec_card
 
 if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
@@ -336,25 +337,15 @@ class Model:
         return self._card
 
     def _make_card(self, ready: bool, reason: str, message: str) -> ModelCard:
-        instance, spec = self.serving, self.serving.spec
-        return ModelCard(
-            name=instance.model if instance.namespace == "default" else self.key,
-            namespace=instance.namespace,
-            served_names=tuple(name["name"] for name in spec["servedNames"]),
-            task=spec["task"],
-            tier=instance.tier,
+        return replace(
+            spec_card(self.serving.spec),
+            tier=self.serving.tier,
             ready=ready,
             reason=reason,
             message=message,
-            listed=any(name["listed"] for name in spec["servedNames"]),
-            defaults={name["name"]: name["defaults"] for name in spec["servedNames"] if name["defaults"]},
-            request_bytes=instance.limits.request_bytes,
             inputs=tensors(self.serving, "inputs"),
             outputs=tensors(self.serving, "outputs"),
-            capabilities=tuple(spec["capabilities"]),
-            metadata=spec["metadata"],
             created_seconds=self.created_seconds,
-            concurrency=instance.limits.concurrency,
         )
 
     def _readiness(self) -> tuple[bool, str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, ServedName, priority_number
 from omnimodel.api.meta import API_VERSION
-from omnimodel.api.runtime import FOREIGN
+from omnimodel.api.runtime import DEFAULT_TASK, FOREIGN
 from omnimodel.quantity import AUTO, parse_bytes, parse_cpu, parse_duration, parse_lifetime
 from omnimodel.render.identity import hostname, user_id
 from omnimodel.render.references import Config, config_value, resolve_mounts, resolve_source, secret_reference
@@ -120,11 +120,10 @@ def _spec(
     spec, runtime, metadata = model.spec, model.spec.runtime, model.metadata
     env, secret_env = _environment(model, config)
     return {
-        "model": {"namespace": metadata.namespace, "name": metadata.name, "uid": metadata.uid},
+        **told(model, names),
         "generation": metadata.generation,
         "pool": pool.metadata.name,
         "engine": runtime.engine,
-        "task": runtime.task or "text-generation",
         "handler": _handler(model),
         "environment": {
             "requirements": sorted(set(runtime.environment.requirements)),
@@ -143,7 +142,6 @@ def _spec(
         "options": dict(runtime.options),
         "mounts": resolve_mounts(model, pool, config),
         "network": runtime.allow_network,
-        "limits": _limits(model),
         "identity": {
             "uid": user_id(metadata.namespace, metadata.name, metadata.uid, taken),
             "hostname": hostname(metadata.namespace, metadata.name),
@@ -152,11 +150,26 @@ def _spec(
         "deviceMemoryBytes": _bytes(spec.resources.device_memory),
         "devices": spec.resources.devices,
         "probe": _probe(model),
+        "suspend": spec.suspend,
+        "isolationLevel": pool.spec.isolation.level,
+    }
+
+
+def told(model: OmniModel, names: Sequence[str]) -> dict[str, Any]:
+    """The part of a process spec that gateways are told: it needs no pool, and nothing that the model refers to.
+
+    Args:
+        model: checked.
+        names: that it was granted, or asks for.
+    """
+    spec, metadata = model.spec, model.metadata
+    return {
+        "model": {"namespace": metadata.namespace, "name": metadata.name, "uid": metadata.uid},
+        "task": spec.runtime.task or DEFAULT_TASK,
+        "limits": _limits(model),
         "servedNames": _served_names(model, names),
         "capabilities": list(spec.capabilities),
         "metadata": dict(spec.metadata),
-        "suspend": spec.suspend,
-        "isolationLevel": pool.spec.isolation.level,
     }
 
 
