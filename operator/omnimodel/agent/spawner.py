@@ -40,9 +40,8 @@ class ProcessRequest:
         generation: of its spec.
         plan: of its sandbox; folders in `writable` are given to its user.
         log_path: the file that its output goes to.
-        environment: folders of packages; equal ones share a zygote.
+        environment: folders of packages.
         paths: further import paths, as the process sees them.
-        preload: modules that a new zygote of this environment imports.
         env: environment variables, secrets included: they never pass through a zygote.
         working_dir: as the process sees it; empty for its /tmp.
         cpu_millis: thousandths of a core that it may compute with; 0 for no limit.
@@ -56,7 +55,6 @@ class ProcessRequest:
     log_path: Path
     environment: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
-    preload: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     working_dir: str = ""
     cpu_millis: int = 0
@@ -135,7 +133,6 @@ class Spawner:
                     group_descriptors=doors,
                     environment=request.environment,
                     paths=request.paths,
-                    preload=request.preload,
                     target=request.target,
                     timeout_seconds=request.fork_seconds,
                 )

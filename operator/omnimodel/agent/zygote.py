@@ -35,7 +35,7 @@ class Zygote:
 
     Args:
         channel: to it.
-        process: when it is the agent's own child; a derived one is a child of its base.
+        process: it is the agent's own child.
         log_path: what it prints.
         ended: called when it has ended without being closed.
     """
@@ -43,7 +43,7 @@ class Zygote:
     def __init__(
         self,
         channel: AsyncChannel,
-        process: subprocess.Popen[bytes] | None,
+        process: subprocess.Popen[bytes],
         log_path: Path,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,7 +98,7 @@ class Zygote:
             if status is not None and not status.done():
                 status.set_result(message["status"])
         else:
-            waiter = self.waiting.pop(message.get("instance") or message.get("key") or "", None)
+            waiter = self.waiting.pop(message["instance"], None)
             if kind == "forked":
                 self.statuses[message["pid"]] = asyncio.get_running_loop().create_future()
             if waiter is not None and not waiter.done():
@@ -118,8 +118,7 @@ class Zygote:
             status.cancel()
         self.waiting.clear()
         self.channel.close()
-        if self.process is not None:
-            asyncio.get_running_loop().run_in_executor(None, self.process.wait)
+        asyncio.get_running_loop().run_in_executor(None, self.process.wait)
         if not self._closing and self.up:
             self._ended()
 
@@ -142,14 +141,13 @@ class Zygote:
             self.waiting.pop(key, None)
 
     async def close(self, *, kill: bool = False) -> None:
-        """Hang up, at which it ends, and wait for its end where it is our child."""
+        """Hang up, at which it ends, and wait for its end."""
         self._closing = True
-        if kill and self.process is not None:
+        if kill:
             self.process.kill()
         self.reader.cancel()
         await asyncio.gather(self.reader, return_exceptions=True)
-        if self.process is not None:
-            await asyncio.to_thread(self.process.wait)
+        await asyncio.to_thread(self.process.wait)
 
     def last_line(self) -> str:
         """The last line that it printed, such as the error that an import failed with."""

@@ -1,4 +1,8 @@
-"""The agent's side of the zygotes: one for each Python environment, started when first needed, again when it died."""
+"""The agent's side of the zygotes: the one that models are forked from, started when first needed, again when it died.
+
+An environment that holds another copy of what that one has imported gets a bare zygote of its own, whose children
+import everything themselves: what an environment holds is a stranger's code, which runs in sandboxes only.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +88,7 @@ Environment = tuple[str, ...]
 
 
 class Zygotes:
-    """Forks models' processes, each from the zygote of its environment.
+    """Forks models' processes.
 
     Args:
         state_dir: for the zygotes' logs.
@@ -141,7 +145,6 @@ class Zygotes:
         environment: Environment = (),
         paths: Sequence[str] = (),
         descriptors: Mapping[str, int] | None = None,
-        preload: Sequence[str] = (),
         target: str = SERVE,
         timeout_seconds: float = 30.0,
     ) -> Forked:
@@ -151,10 +154,9 @@ class Zygotes:
             plan: of the sandbox.
             log_descriptor: what it prints goes here.
             group_descriptors: `cgroup.procs` of the groups that it moves into.
-            environment: folders of packages; equal ones share a zygote.
-            paths: further import paths, as the process sees them.
+            environment: folders of packages, which the process finds at the same place.
+            paths: further import paths, as the process sees them; they come first.
             descriptors: handed to the process by name; they stay open here.
-            preload: modules that a new zygote of this environment imports.
             target: what runs in the process.
             timeout_seconds: of the fork, without the start of a zygote.
 
@@ -169,6 +171,8 @@ class Zygotes:
             "op": "fork",
             "instance": plan.instance,
             "plan": plan.to_json(),
+            "overlay": list(environment),
+            "bare": False,
             "environment": list(paths),
             "target": target,
             "groups": len(group_descriptors),
@@ -177,11 +181,15 @@ class Zygotes:
         pidfd = -1
         try:
             with theirs:
-                zygote = await self._get(tuple(environment), None, preload)
+                shown = [theirs.fileno(), log_descriptor, *group_descriptors, *named.values()]
+                zygote = await self._get((), None)
                 async with asyncio.timeout(timeout_seconds):
-                    reply, received = await zygote.ask(
-                        plan.instance, message, [theirs.fileno(), log_descriptor, *group_descriptors, *named.values()]
-                    )
+                    reply, received = await zygote.ask(plan.instance, message, shown)
+                if reply["kind"] == "conflict":
+                    log.info("fork_bare instance=%s modules=%s", plan.instance, ",".join(reply["modules"]))
+                    zygote = await self._get(tuple(environment), None)
+                    async with asyncio.timeout(timeout_seconds):
+                        reply, received = await zygote.ask(plan.instance, {**message, "bare": True}, shown)
             if reply["kind"] != "forked":
                 raise ProcessError(f"process {plan.instance}", reply["message"], "restart the agent")
             pidfd = received[0]
@@ -255,50 +263,28 @@ class Zygotes:
         if not self._closed:
             self._replacing = asyncio.create_task(replace(), name="replace zygote")
 
-    async def _get(
-        self, environment: Environment, progress: ProgressSaid | None, preload: Sequence[str] = ()
-    ) -> Zygote:
+    async def _get(self, environment: Environment, progress: ProgressSaid | None) -> Zygote:
+        """The zygote of the empty environment, or the bare one of another."""
         lock = self._locks.setdefault(environment, asyncio.Lock())
         async with lock:
             zygote = self._zygotes.get(environment)
             if zygote is not None and zygote.alive:
                 return zygote
             await self.retire(environment)  # the one that died
-            zygote = await self._derive(environment, preload) if environment else await self._exec((), progress)
+            zygote = await self._exec(environment, progress)
             self._zygotes[environment] = zygote
             return zygote
-
-    async def _derive(self, environment: Environment, preload: Sequence[str]) -> Zygote:
-        """Fork the zygote of an environment from the base, so that torch is imported and held once."""
-        base = await self._get((), None)
-        ours, theirs = socket_pair()
-        log_path = self._log_path()
-        key = "\0".join(environment)
-        request = {"op": "derive", "key": key, "environment": list(environment), "preload": list(preload)}
-        with theirs, log_path.open("wb") as log_file:
-            reply, received = await base.ask(key, request, [theirs.fileno(), log_file.fileno()])
-        for descriptor in received:
-            os.close(descriptor)
-        if reply["kind"] == "derived":
-            self._journal.record(Entry(log_path.stem, reply["pid"], reply["startTicks"], ()))
-        if reply["kind"] == "refused":
-            ours.close()
-            raise ProcessError("zygote", reply["message"], "restart the agent")
-        if reply["kind"] == "conflict":
-            ours.close()
-            log.info("zygote_apart environment=%s modules=%s", environment, ",".join(reply["modules"]))
-            return await self._exec(environment, None)
-        return await self._up(Zygote(AsyncChannel(ours, descriptors=1), None, log_path), environment)
 
     async def _exec(self, environment: Environment, progress: ProgressSaid | None) -> Zygote:
         ours, theirs = socket_pair()
         log_path = self._log_path()
         command = [self._python, "-P", "-m", "omnimodel.runtime.zygote", str(theirs.fileno())]
-        if self._preload is not None:
-            command += ["--preload", ",".join(self._preload)]
+        preload = () if environment else self._preload
+        if preload is not None:
+            command += ["--preload", ",".join(preload)]
         package_parent = str(Path(__file__).parents[2])
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        path = os.pathsep.join((*environment, *self._import_path, package_parent))
+        path = os.pathsep.join((*self._import_path, package_parent))
         with theirs, log_path.open("wb") as log_file:
             process = await asyncio.to_thread(
                 subprocess.Popen,

@@ -5,10 +5,10 @@ touches no accelerator and holds no secret, because every model's process begins
 
 | asked | descriptors | answered |
 |---|---|---|
-| `{"op": "fork", "instance", "plan", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, `cgroup.procs` of each group, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused` |
-| `{"op": "derive", "key", "environment": [paths], "preload": [modules]}` | its channel, its log | `{"kind": "derived", "key", …}` and a pidfd, or `conflict` |
+| `{"op": "fork", "instance", "plan", "overlay": [folders], "bare", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, `cgroup.procs` of each group, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused`, or `conflict` when an overlay holds what is imported here (a bare zygote imported nothing) |
 | | | `{"kind": "exited", "pid", "status"}` for each child that ended |
 
+Nothing of an overlay is imported here: its packages are a stranger's, and this process is in no sandbox.
 The child moves into its control groups, so that all it touches from then on is its own, enters its sandbox, says
 `{"kind": "entered", "reached", "seconds"}` on its control channel, waits for `{"op": "go", "env"}` and calls `target`,
 `omnimodel.runtime.serve:run`.
@@ -134,7 +134,6 @@ class Zygote:
         self.channel = channel
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._known: set[int] = set()
-        self._derived: set[int] = set()  # of the known: zygotes, whose children come to us when they die
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import, and say that it is up."""
@@ -186,10 +185,7 @@ class Zygote:
 
     def _end_orphans(self) -> None:
         """Without a pid namespace the children of a dead model come to us, whatever session they are in."""
-        strangers = set(_children()) - self._known
-        if any(_is_zombie(pid) for pid in self._derived):  # among them may be its models: it is reaped first
-            return
-        for pid in strangers:
+        for pid in set(_children()) - self._known:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -202,16 +198,13 @@ class Zygote:
             if pid == 0:
                 self._end_orphans()
                 return
-            if pid in self._derived:  # its models live on, as ours
-                self._derived.discard(pid)
-                self._known.update(_children())
             if pid not in self._known:
                 continue
             self._known.discard(pid)
             self.channel.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _answer(self, request: Mapping[str, Any], descriptors: list[int]) -> None:
-        about = {name: request[name] for name in ("instance", "key") if name in request}
+        about = {"instance": request["instance"]}
         threads = thread_names()
         if len(threads) != 1:
             problem = f"the zygote has {len(threads)} threads ({', '.join(threads)}): a fork could hang"
@@ -219,8 +212,8 @@ class Zygote:
             return
         began = time.monotonic()
         try:
-            if request["op"] == "derive":
-                self._derive(request, descriptors, about)
+            if not request["bare"] and (conflict := _imported(request["overlay"])):
+                self.channel.send({"kind": "conflict", **about, "modules": conflict})
                 return
             plan = SandboxPlan.from_json(request["plan"])
             pid = fork_isolated(plan.uid)
@@ -229,43 +222,15 @@ class Zygote:
         except OSError as error:
             self.channel.send({"kind": "refused", **about, "message": f"fork failed: {error.strerror}"})
             return
-        self._introduce("forked", pid, about, time.monotonic() - began)
-
-    def _introduce(self, kind: str, pid: int, about: Mapping[str, Any], seconds: float) -> None:
         self._known.add(pid)
         pidfd = os.pidfd_open(pid)
+        seconds = time.monotonic() - began
         try:
             self.channel.send(
-                {"kind": kind, **about, "pid": pid, "startTicks": start_ticks(pid), "seconds": seconds}, [pidfd]
+                {"kind": "forked", **about, "pid": pid, "startTicks": start_ticks(pid), "seconds": seconds}, [pidfd]
             )
         finally:
             os.close(pidfd)
-
-    def _derive(self, request: Mapping[str, Any], descriptors: list[int], about: Mapping[str, Any]) -> None:
-        """Fork a zygote that sees further packages; refused when they hold another copy of what is imported here."""
-        conflict = sorted(name for path in request["environment"] for name in packages(path) if name in sys.modules)
-        if conflict:
-            self.channel.send({"kind": "conflict", **about, "modules": conflict})
-            return
-        pid = os.fork()
-        if pid != 0:
-            self._derived.add(pid)
-            self._introduce("derived", pid, about, 0.0)
-            return
-        try:
-            signal.set_wakeup_fd(-1)
-            os.dup2(descriptors[1], 1)
-            os.dup2(descriptors[1], 2)
-            close_descriptors_except({descriptors[0]})
-            sys.path[:0] = request["environment"]
-            importlib.invalidate_caches()
-            derived = Zygote(Channel(socket.socket(fileno=descriptors[0])))
-            derived.prepare(request["preload"])
-            derived.serve()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
 
     def _become_child(self, request: Mapping[str, Any], plan: SandboxPlan, descriptors: list[int]) -> NoReturn:
         """The model's process, from its first instruction on."""
@@ -361,11 +326,16 @@ def _run_child(channel: Channel, request: Mapping[str, Any], plan: SandboxPlan, 
     go, _ = channel.receive()
     os.environ.update(go["env"])
     os.chdir(go.get("workingDir") or ("/tmp" if os.getpid() == 1 else "/"))  # noqa: S108 - its own
-    sys.path[:0] = request["environment"]
+    sys.path[:0] = [*request["environment"], *request["overlay"]]
     module, _, function = request["target"].partition(":")
     run = getattr(importlib.import_module(module), function)
     status = run(channel, request["instance"], dict(descriptors))
     return status if isinstance(status, int) else 0
+
+
+def _imported(overlay: Sequence[str]) -> list[str]:
+    """Modules that an overlay holds another copy of than the one that is imported here."""
+    return sorted(name for path in overlay for name in packages(path) if name in sys.modules)
 
 
 def packages(path: str) -> set[str]:
