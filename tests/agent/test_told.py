@@ -49,3 +49,15 @@ async def test_who_waits_for_another_to_be_published_is_queued(world):
     await world.until(all_serve, "all serve")
     assert "queued" in phases
     assert requests == {0}, "nobody has asked them anything: the probe is no request"
+
+
+async def test_a_gateway_is_told_what_the_manifest_says(world):
+    names = ["Told/Name", {"name": "told:brief", "listed": False, "defaults": {"top": 1}}]
+    limits = {"concurrency": 3, "requestBytes": "2Mi"}
+    await world.apply(world.manifest("told", seed=51, servedNames=names, limits=limits))
+    card = next(card for card in world.agent.models() if card.name == "told")
+    assert card.served_names == ("told", "Told/Name", "told:brief")
+    assert (card.unlisted, card.defaults) == (("told:brief",), {"told:brief": {"top": 1}})
+    assert (card.concurrency, card.request_bytes) == (3, 2 << 20)
+    assert card.ready
+    assert [tensor["name"] for tensor in card.inputs] == ["command"]
