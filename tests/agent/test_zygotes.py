@@ -1,4 +1,4 @@
-"""Zygotes: single-threaded, one for each environment, replaced when they die."""
+"""Zygotes: single-threaded, blind to what environments hold, replaced when they die."""
 
 from __future__ import annotations
 
