@@ -254,6 +254,19 @@ async def test_what_an_earlier_pod_of_its_name_left_behind_is_taken_back(catalog
     await eventually(lambda: _gone(catalogue, "left"), "the stale entry to go")
 
 
+async def test_a_pod_that_takes_the_place_of_one_that_swapped_is_heard(catalogue: Catalogue, start) -> None:
+    await catalogue.assign(await catalogue.model("m"), POD)
+    left = {"residency": [{"pod": POD, "tier": "resident", "wakes": 3, "swaps": {"request": 2, "room": 1}}]}
+    await catalogue.kube.patch_status(MODELS, "m", catalogue.namespace, left, manager=f"omni-agent.{POD}")
+    pod = await start()
+    await eventually(lambda: _says(catalogue, pod, "m"), "the new pod's word")
+
+
+async def _says(catalogue: Catalogue, pod, name: str) -> bool:
+    report = pod.agent.reports.get(catalogue.key(name))
+    return report is not None and await catalogue.entry(name) == residency_entry(POD, report)
+
+
 async def test_an_entry_that_someone_removed_is_written_anew(catalogue: Catalogue, start) -> None:
     pod = await serving(catalogue, start, "m")
     nothing = {"residency": []}

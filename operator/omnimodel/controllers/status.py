@@ -182,7 +182,8 @@ def residency_entry(pod: str, report: ModelReport) -> dict[str, Any]:
         "failed": report.failed,
         "wakes": report.wakes,
         "evictions": report.evictions,
-        "swaps": report.swaps,
+        # Left out when empty: applied over one with causes, an empty map would become null, which is refused.
+        **({"swaps": report.swaps} if report.swaps else {}),
         "lastWakeSeconds": report.last_wake_seconds,
         "reason": report.reason,
         "message": report.message,
