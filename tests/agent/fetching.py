@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import subprocess
+import zipfile
 from pathlib import Path
 
 from omnimodel.agent.sources import Sources
@@ -26,6 +27,20 @@ async def until(condition, seconds: float = 60) -> None:
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
+
+
+def wheel(folder: Path, name: str = "tiny_weights", version: str = "1.0", tag: str = "py3-none-any", **files) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-{version}-{tag}.whl"
+    info = f"{name}-{version}.dist-info"
+    entries = files.pop("entries", {})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file, content in {"tiny_weights/__init__.py": b"raise SystemExit('imported')", **entries}.items():
+            archive.writestr(file, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
 class SmallDisk:

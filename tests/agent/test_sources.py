@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256, until
+from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256, until, wheel
 from omnimodel.agent.sources import Sources
 from omnimodel.errors import OmniError, Reason, SourceError
 
@@ -37,20 +36,6 @@ async def test_a_source_is_of_exactly_one_kind(sources, source):
 
 
 # Packages: pip looks into a folder of wheels in place of an index
-
-
-def wheel(folder: Path, name: str = "tiny_weights", version: str = "1.0", tag: str = "py3-none-any", **files) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-{version}-{tag}.whl"
-    info = f"{name}-{version}.dist-info"
-    entries = files.pop("entries", {})
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file, content in {"tiny_weights/__init__.py": b"raise SystemExit('imported')", **entries}.items():
-            archive.writestr(file, content)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return path
 
 
 @pytest.fixture

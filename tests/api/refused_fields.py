@@ -200,12 +200,24 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "index with a password",
+        {"sources": {"packageIndex": "https://me:secret@packages.example.org/simple"}},
+        ["sources.packageIndex: has a password in clear text in it; write a URL without USER:PASSWORD@"],
+    ),
+    (
+        "further indexes alone",
+        {"sources": {"extraPackageIndexes": ["https://wheels.example.org/simple"]}},
+        [
+            "sources.extraPackageIndexes: extraPackageIndexes without packageIndex; write packageIndex, the index that they are asked beside"
+        ],
+    ),
     ("pool typo", {"overCommit": {"limit": 3}}, ["overCommit: is an unknown field; did you mean overcommit?"]),
     (
         "pool unknown",
         {"gpu": 1},
         [
-            "gpu: is an unknown field; possible are replicas, device, hostMemory, overcommit, isolation, location, volumes, pod, autoscale, updateStrategy, packageIndex"
+            "gpu: is an unknown field; possible are replicas, device, hostMemory, overcommit, isolation, location, volumes, pod, autoscale, updateStrategy, sources"
         ],
     ),
     (

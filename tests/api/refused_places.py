@@ -181,9 +181,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
                 }
             }
         },
-        [
-            "source.url.url: 'https://u:p@e.org/x': has a password in clear text in it; write a URL without USER:PASSWORD@"
-        ],
+        ["source.url.url: has a password in clear text in it; write a URL without USER:PASSWORD@"],
     ),
     (
         "url no sha",

@@ -30,6 +30,7 @@ class StandInAgent:
         self.applied: list[tuple[list[OmniProcess], OmniPool]] = []
         self.footprints = dict(footprints or {})
         self.reports: dict[str, ModelReport] = {}
+        self.attached: list[Mapping[str, bytes]] = []
         self.fail_apply: Exception | None = None
         self._pool = PoolReport(
             "",
@@ -49,6 +50,9 @@ class StandInAgent:
             ready=True,
         )
         self._changed = asyncio.Event()
+
+    async def attach(self, files: Mapping[str, bytes]) -> None:
+        self.attached.append(files)
 
     async def apply(self, processes: Sequence[OmniProcess], pool: OmniPool) -> None:
         if self.fail_apply is not None:

@@ -12,13 +12,14 @@ import pytest
 
 from controllers.manifests import write_model, write_pool
 from controllers.standin import StandInAgent, until
-from omnimodel.api import ModelStatus, PoolStatus
+from omnimodel.api import ModelStatus, OmniModel, PoolStatus
 from omnimodel.catalog import Identity
 from omnimodel.controllers.local import LocalController
-from omnimodel.controllers.local_backend import LocalBackend
+from omnimodel.controllers.local_backend import LocalBackend, RefusedModel
 from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
+from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError, OmniError, Reason
-from omnimodel.protocol.dispatch import InferenceRequest
+from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
 
 
 @pytest.fixture
@@ -339,3 +340,75 @@ async def test_a_missing_secret_refuses_one_model_by_name(folder: Path) -> None:
     async with controlling(folder, agent) as controller:
         await until(lambda: agent.names == ["default/others"], "the other one")
         assert "hub" in condition(controller, "words")[2]
+
+
+async def test_what_the_pools_sources_refer_to_reaches_the_agent_as_it_changes(folder: Path) -> None:
+    (folder / "pool.yaml").write_text(
+        "apiVersion: omnimodel.io/v1alpha1\nkind: OmniPool\nmetadata: {name: default}\n"
+        "spec: {sources: {netrc: {secretKeyRef: {name: fetching, key: netrc}}}}\n"
+    )
+    secret = "apiVersion: v1\nkind: Secret\nmetadata: {name: fetching}\nstringData: {netrc: %s}\n"
+    agent = StandInAgent()
+    async with controlling(folder, agent):
+        await until(lambda: agent.attached == [{}], "what is missing is not there")
+        assert any("no key netrc in a Secret fetching" in message for message in _told(agent, Reason.SOURCE_NOT_FOUND))
+        for number, word in enumerate(("first", "second"), start=1):
+            (folder / "secret.yaml").write_text(secret % word)
+            await until(lambda number=number: len(agent.attached) > number, "the secret's content")
+            assert agent.attached[-1] == {"netrc": word.encode()}
+
+
+async def test_a_name_that_is_free_again_goes_to_who_waits_for_it(folder: Path) -> None:
+    """The older one has no process, so that nothing but the name changes."""
+    older = write_model(folder, "older", extra="suspend: true\nservedNames: [Words]")
+    agent = StandInAgent()
+    async with controlling(folder, agent) as controller:
+        await until(lambda: model(controller, "older"), "the older model")
+        write_model(folder, "younger", extra="servedNames: [Words]")
+        await until(lambda: agent.names == ["default/younger"], "the younger model")
+        names = lambda: [name.name for name in agent.applied[-1][0][0].spec.served_names]  # noqa: E731
+        assert names() == ["younger"]
+        older.unlink()
+        await until(lambda: names() == ["younger", "Words"], "the name")
+
+
+@pytest.mark.parametrize("asked", ["wake", "evict", "logs"])
+async def test_who_steers_a_model_without_a_process_is_told_why_it_has_none(folder: Path, asked: str) -> None:
+    write_model(folder, "words", extra="suspend: true")
+    async with controlling(folder, StandInAgent()) as controller:
+        await until(lambda: model(controller, "words"), "the model")
+        with pytest.raises(DispatchError) as refusal:
+            if asked == "logs":
+                controller.logs("default", "words", tail=1, follow=False)
+            else:
+                await getattr(controller, asked)("default", "words", 1.0)
+        assert (refusal.value.status, refusal.value.reason) == (409, Reason.SUSPENDED)
+        assert refusal.value.cure == "remove `suspend: true` from its manifest"
+
+
+class _Words(_Nothing):
+    """A backend with a model `words` of namespace default."""
+
+    def models(self) -> list[Any]:
+        return [ModelCard("words", "default", ("words",), "embeddings", "warm", ready=True)]
+
+    @contextlib.asynccontextmanager
+    async def open(self, request: InferenceRequest):
+        yield request.model
+
+
+async def test_a_refused_model_is_its_own_whatever_another_namespace_calls_so() -> None:
+    metadata = {"name": "words", "namespace": "team"}
+    spec = {"source": {"path": "/words.gguf"}, "runtime": {"engine": "llamacpp"}, "limits": {"requestBytes": "64Mi"}}
+    team = OmniModel.model_validate({"metadata": metadata, "spec": spec})
+    refused = RefusedModel(team, Refusal("TooLarge", "it needs 9 GiB"), ("Team/Words",))
+    backend = LocalBackend(_Words(), lambda: [refused])
+    first, second = backend.models()
+    assert (first.name, first.ready, first.served_names) == ("team/words", False, ("Team/Words",))
+    assert (first.task, first.request_bytes) == ("text-generation", 64 << 20)
+    assert (second.name, second.ready) == ("words", True)
+    with pytest.raises(DispatchError, match="it needs 9 GiB"):
+        async with backend.open(InferenceRequest("team/words", "POST", "/v1/chat/completions", {}, b"")):
+            pass
+    async with backend.open(InferenceRequest("words", "POST", "/v1/embeddings", {}, b"")) as reached:
+        assert reached == "words"

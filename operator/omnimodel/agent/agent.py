@@ -22,6 +22,7 @@ from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
 from omnimodel.agent.model import Model
 from omnimodel.agent.moves import DeviceMemory
+from omnimodel.agent.origins import write_files
 from omnimodel.agent.preparation import Preparation
 from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.spawner import Spawner
@@ -125,6 +126,10 @@ class Agent:
 
     # What controllers ask
 
+    async def attach(self, files: Mapping[str, bytes]) -> None:
+        """Put the files that the pool's sources refer to where fetches look for them (see `origins`)."""
+        await asyncio.to_thread(write_files, self.layout.origins, files)
+
     async def apply(self, processes: Sequence[OmniProcess], pool: OmniPool) -> None:
         """Make these processes, and no others, the ones that are kept available. Returns before they are.
 
@@ -132,6 +137,8 @@ class Agent:
             OmniError: the pool cannot be served on this machine; what runs goes on.
         """
         self._serve(pool)
+        assert self._preparation is not None
+        self._preparation.origins.follow(pool.spec.sources)
         wanted = {process.key: process for process in processes if not process.spec.suspend}
         for key in [key for key in self._models if key not in wanted]:
             self._remove(self._models.pop(key))

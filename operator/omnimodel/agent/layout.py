@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from omnimodel.agent.origins import FOLDER_VARIABLE
 
 # A UNIX socket's path holds 107 bytes (man 7 unix), and a state directory may lie deep.
 SOCKET_PATH_BYTES = 107
@@ -53,6 +56,11 @@ class Layout:
     def footprints(self) -> Path:
         """Measured footprints, a file for each publish hash."""
         return self.root / "footprints"
+
+    @property
+    def origins(self) -> Path:
+        """Authorities, logins and token for fetching, for this user only; in a pod the kubelet's folder."""
+        return Path(os.environ.get(FOLDER_VARIABLE) or self.root / "origins")
 
     def log(self, namespace: str, name: str) -> Path:
         """The log file of one model."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _LINE_BYTES = 1 << 16
+_LOGIN = re.compile(r"(://)[^/@\s]+@")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -32,23 +33,24 @@ async def run_program(
     command: Sequence[str],
     on_line: Callable[[str], None],
     *,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     keep_lines: int = 200,
 ) -> Finished:
     """Run a program in a session of its own.
 
     Args:
         command: program and arguments.
-        on_line: gets each line of its output and errors, without colours.
-        environment: added to this process's own.
+        on_line: gets each line of its output and errors, without colours and without passwords of URLs.
+        environment: added to this process's own; None takes a variable away.
         keep_lines: how many of the last lines the result has.
     """
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environment or {})}
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environment or {})},
+        env={name: value for name, value in variables.items() if value is not None},
         start_new_session=True,
         limit=_LINE_BYTES,
     )
@@ -56,7 +58,7 @@ async def run_program(
     kept: deque[str] = deque(maxlen=keep_lines)
     try:
         while line := await _line(process.stdout):
-            text = _COLOURS.sub("", line.decode(errors="replace")).rstrip()
+            text = without_logins(_COLOURS.sub("", line.decode(errors="replace")).rstrip())
             if text:
                 kept.append(text)
                 on_line(text)
@@ -65,6 +67,11 @@ async def run_program(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.shield(process.wait())
+
+
+def without_logins(text: str) -> str:
+    """A text without the user names and passwords of the URLs in it."""
+    return _LOGIN.sub(r"\1", text)
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

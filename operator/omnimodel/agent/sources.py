@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from omnimodel.agent import source_hub, source_package, source_url
+from omnimodel.agent.origins import Origins
 from omnimodel.agent.shared import SharedWork
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
@@ -35,11 +36,13 @@ class Sources:
 
     Args:
         root: made when it is not there; one agent's at a time.
+        origins: where to fetch from; as the environment says when left out.
         limit_bytes: nothing larger is fetched.
     """
 
-    def __init__(self, root: Path, *, limit_bytes: int = _LIMIT_BYTES) -> None:
+    def __init__(self, root: Path, origins: Origins | None = None, *, limit_bytes: int = _LIMIT_BYTES) -> None:
         self.root = root
+        self.origins = origins or Origins()
         self.limit_bytes = limit_bytes
         self._work: SharedWork[Progress] = SharedWork()
 
@@ -92,7 +95,7 @@ class Sources:
         try:
             with disk_errors(str(work)):
                 (work / _CONTENT).mkdir(parents=True, exist_ok=True)
-                inside = await fetcher(subject, spec, work, work / _CONTENT, tell, self.limit_bytes)
+                inside = await fetcher(subject, spec, work, work / _CONTENT, tell, self.limit_bytes, self.origins)
                 await asyncio.to_thread(self._keep, work, key, inside)
         except BaseException as error:
             if kind == "package" or (isinstance(error, OmniError) and error.reason == Reason.DISK_FULL):

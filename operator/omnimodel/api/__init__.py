@@ -10,6 +10,7 @@ from omnimodel.api.meta import API_VERSION, GROUP, VERSION, Condition, Metadata,
 from omnimodel.api.model import Limits, ModelSpec, OmniModel, Replicas, Residency, Resources, ServedName
 from omnimodel.api.parse import KINDS, Place, parse, validate
 from omnimodel.api.pool import OmniPool, PoolSpec, Volume
+from omnimodel.api.pool_sources import PoolSources
 from omnimodel.api.priority import PRIORITIES, priority_number
 from omnimodel.api.process import OmniProcess, ProcessLimits, ProcessSpec, ProcessStatus
 from omnimodel.api.status import Footprint, IsolationStatus, ModelStatus, PodEntry, PoolStatus, ResidencyEntry
@@ -34,6 +35,7 @@ __all__ = [
     "Part",
     "Place",
     "PodEntry",
+    "PoolSources",
     "PoolSpec",
     "PoolStatus",
     "ProcessLimits",

@@ -20,9 +20,16 @@ SERVED_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
 PATH_LIMIT = 1024
 
 
-def refusal(problem: str, cure: str) -> PydanticCustomError:
-    """The error of a validator: what is wrong with the value and what to write instead."""
-    return PydanticCustomError(REFUSAL, "{problem}; {cure}", {"problem": problem, "cure": cure})
+def refusal(problem: str, cure: str, *, secret: bool = False) -> PydanticCustomError:
+    """The error of a validator: what is wrong with the value and what to write instead.
+
+    Args:
+        problem, cure: the sentence.
+        secret: whether the value must not be shown.
+    """
+    return PydanticCustomError(
+        REFUSAL, "{problem}; {cure}", {"problem": problem, "cure": cure, **({"secret": True} if secret else {})}
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -142,7 +142,7 @@ def _violation(kind: type[Resource], details: ErrorDetails, place: Place) -> Vio
         cure = context["cure"]
         if written is not None and cure.startswith("write it in quotes"):
             cure = f'write it in quotes: "{written}"'
-        return Violation(path, context["problem"], cure, value)
+        return Violation(path, context["problem"], cure, value, secret="secret" in context)
     if what == "missing":
         return Violation(path, "is missing", _example(kind, path))
     if what == "extra_forbidden":

@@ -11,8 +11,8 @@ from omnimodel.api.amounts import Cpu, PoolQuantity, Quantity
 from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, refusal, whole
 from omnimodel.api.meta import LabelMap, Part, Resource, Rule
 from omnimodel.api.mounts import SYSTEM_PATHS, SYSTEM_PATTERN
+from omnimodel.api.pool_sources import PoolSources
 from omnimodel.api.references import ObjectName
-from omnimodel.api.source import Url
 from omnimodel.api.status import PoolStatus
 
 
@@ -214,10 +214,10 @@ class PoolSpec(Part):
     update_strategy: UpdateStrategy | None = Field(
         default=None, description="How pods are replaced, in a cluster.", examples=[{"type": "OnDelete"}]
     )
-    package_index: Url | None = Field(
+    sources: PoolSources | None = Field(
         default=None,
-        description="Package index for sources and environments; what pip is set to when left out.",
-        examples=["https://packages.example.org/simple"],
+        description="Where packages, models and files are fetched from; as the agent's environment says when left out.",
+        examples=[{"packageIndex": "https://packages.example.org/simple"}],
     )
     rules = (
         Rule(

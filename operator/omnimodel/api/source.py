@@ -46,7 +46,7 @@ def _url(value: Any) -> str:
             )
         raise refusal("is no https or http URL", "write one such as https://example.org/model.gguf")
     if "@" in rest.split("/", 1)[0]:
-        raise refusal("has a password in clear text in it", "write a URL without USER:PASSWORD@")
+        raise refusal("has a password in clear text in it", "write a URL without USER:PASSWORD@", secret=True)
     if not rest or rest.startswith("/") or re.search(r"\s", url):
         raise refusal("is no https or http URL", "write one such as https://example.org/model.gguf")
     return url

@@ -17,10 +17,12 @@ from omnimodel.api import GROUP, OmniPool
 from omnimodel.api.meta import API_VERSION
 from omnimodel.kube import DISRUPTION_BUDGETS, SERVICES, STATEFUL_SETS, Kind
 from omnimodel.quantity import parse_bytes, parse_cpu
+from omnimodel.render import references_of_sources
 
 PORT = 8710
 STATE_PATH = "/var/lib/omnimodel"
 VOLUMES_PATH = "/volumes"
+SOURCES_PATH = "/etc/omnimodel/sources"
 DRAIN_SECONDS = 60
 GRACE_SECONDS = DRAIN_SECONDS + 30
 MANAGED = {"app.kubernetes.io/managed-by": "omnimodel"}
@@ -123,6 +125,7 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "tmp", "emptyDir": {}},
             *(_volume(volume.name, volume.path, volume.persistent_volume_claim, volume.read_only)
               for volume in pool.spec.volumes),
+            *_sources_volume(pool),
         ],
     }  # fmt: skip
     if account:
@@ -156,6 +159,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "OMNI_POOL_NAMESPACE", "value": pool.metadata.namespace},
             {"name": "OMNI_STATE_DIR", "value": STATE_PATH},
             {"name": "OMNI_DRAIN_SECONDS", "value": str(DRAIN_SECONDS)},
+            *([{"name": "OMNI_SOURCES_DIR", "value": SOURCES_PATH}] if _sources_volume(pool) else []),
             *({"name": name, "value": value} for name, value in sorted((settings.env or {}).items())),
         ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
@@ -174,6 +178,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
                 }
                 for volume in pool.spec.volumes
             ),
+            *([{"name": "sources", "mountPath": SOURCES_PATH, "readOnly": True}] if _sources_volume(pool) else []),
         ],
     }
     if settings.command:
@@ -256,6 +261,16 @@ def _volume(name: str, path: str | None, claim: Any, read_only: bool) -> dict[st
     else:
         body["hostPath"] = {"path": path, "type": "Directory"}
     return body
+
+
+def _sources_volume(pool: OmniPool) -> list[dict[str, Any]]:
+    """Authorities, logins and token of the pool's sources, as files; pods start also when one is not there yet."""
+    kinds = {"configmaps": "configMap", "secrets": "secret"}
+    projected = [
+        {kinds[kind]: {"name": key.name, "items": [{"key": key.key, "path": file}], "optional": True}}
+        for file, (kind, key) in references_of_sources(pool).items()
+    ]
+    return [{"name": "sources", "projected": {"defaultMode": 0o400, "sources": projected}}] if projected else []
 
 
 def _body(pool: OmniPool, spec: dict[str, Any]) -> dict[str, Any]:

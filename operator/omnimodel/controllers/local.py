@@ -22,7 +22,7 @@ from omnimodel.controllers.status import Refusal, model_status, pool_status, pro
 from omnimodel.errors import ManifestError, OmniError, Reason
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport
-from omnimodel.render import fill_secrets
+from omnimodel.render import files_of_sources, fill_secrets
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class LocalAgent(Protocol):
     @property
     def events(self) -> Events:
         """What happened."""
+
+    async def attach(self, files: Mapping[str, bytes]) -> None:
+        """Put the files that the pool's sources refer to where fetches look for them."""
 
     async def apply(self, processes: Sequence[OmniProcess], pool: OmniPool) -> None:
         """Make these processes, and no others, the ones that are kept available. Returns before they are."""
@@ -97,6 +100,8 @@ class LocalController:
         self._desired: Desired | None = None
         self._footprints: dict[str, int] = {}
         self._applied: object = None
+        self._attached: Mapping[str, bytes] | None = None
+        self._untold = ""
         self._told: set[tuple[str, str]] = set()
         self._before: dict[str, Mapping[str, Any]] = {}
         self._bell = asyncio.Event()
@@ -171,12 +176,27 @@ class LocalController:
         )
         self._identities.write(self._catalog.identities)
         self._desired = desired
+        await self._attach(desired.pool)
         if desired.fingerprint != self._applied:
             filled = [_with_secrets(process, self._catalog) for process in desired.processes]
             await self._agent.apply(filled, desired.pool)
             self._applied = desired.fingerprint
             log.info("applied processes=%d refused=%d", len(desired.processes), len(desired.refused))
         self._tell_news(desired)
+
+    async def _attach(self, pool: OmniPool) -> None:
+        """Give the agent what the pool's sources refer to; what is missing is told, and not there."""
+        assert self._catalog is not None
+        try:
+            files = files_of_sources(pool, self._catalog.config(pool.metadata.namespace))
+        except ManifestError as error:
+            files = {}
+            if self._untold != str(error):
+                self._tell("OmniPool", "", pool.metadata.name, error.reason, str(error))
+            self._untold = str(error)
+        if files != self._attached:
+            await self._agent.attach(files)
+            self._attached = files
 
     def _remember_footprints(self, report: AgentReport) -> Mapping[str, int]:
         """Footprints as measured. Kept for models that are not assigned now, else they would come and go for ever."""

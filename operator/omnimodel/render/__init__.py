@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from omnimodel.render.card import model_card, spec_card
 from omnimodel.render.identity import user_id
+from omnimodel.render.origins import files_of_sources, references_of_sources
 from omnimodel.render.process import render
 from omnimodel.render.references import Config, fill_secrets
 
 render_process = render  # under the name that does not read as the package's
 
-__all__ = ["Config", "fill_secrets", "model_card", "render", "render_process", "spec_card", "user_id"]
+__all__ = [
+    "Config",
+    "files_of_sources",
+    "fill_secrets",
+    "model_card",
+    "references_of_sources",
+    "render",
+    "render_process",
+    "spec_card",
+    "user_id",
+]

@@ -1,0 +1,39 @@
+"""What is rendered for a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnimodel.api import OmniPool
+from omnimodel.controllers.kubernetes_children import AgentSettings, build_stateful_set, differences
+
+
+def pod_of(**spec: Any) -> dict[str, Any]:
+    pool = OmniPool.model_validate({"metadata": {"name": "default", "uid": "u"}, "spec": spec})
+    found: dict[str, Any] = build_stateful_set(pool, AgentSettings(), 1).body["spec"]["template"]["spec"]
+    return found
+
+
+def test_what_sources_refer_to_is_one_folder_of_the_pod() -> None:
+    pod = pod_of(
+        sources={
+            "packageIndex": "https://packages.example.org/simple",
+            "certificates": {"configMapKeyRef": {"name": "authorities", "key": "bundle.pem"}},
+            "netrc": {"secretKeyRef": {"name": "fetching", "key": "netrc"}},
+        }
+    )
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "sources")
+    assert volume["projected"]["sources"] == [
+        {"configMap": {"name": "authorities", "items": [{"key": "bundle.pem", "path": "ca.crt"}], "optional": True}},
+        {"secret": {"name": "fetching", "items": [{"key": "netrc", "path": "netrc"}], "optional": True}},
+    ]
+    container = pod["containers"][0]
+    mount = next(mount for mount in container["volumeMounts"] if mount["name"] == "sources")
+    assert mount["readOnly"]
+    assert {"name": "OMNI_SOURCES_DIR", "value": mount["mountPath"]} in container["env"]
+
+
+def test_where_things_come_from_makes_no_other_pods() -> None:
+    """The agent reads it from its pool: pods are not replaced for it."""
+    plain, named = pod_of(), pod_of(sources={"packageIndex": "https://packages.example.org/simple"})
+    assert differences(plain, named) == differences(named, plain) == []
