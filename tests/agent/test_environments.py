@@ -136,11 +136,3 @@ async def test_environments_of_deleted_models_are_collected(environments):
     environments.collect([["numpy"]])
     assert kept.exists()
     assert not gone.exists()
-
-
-async def test_what_was_compiled_once_is_not_compiled_again(tmp_path, monkeypatch):
-    """docopt has no wheel. Behind some indexes uv takes its sdist for a new one each time that it asks them."""
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
-    for root in ("first", "second"):
-        assert (await Environments(tmp_path / root).build("x", ["docopt==0.6.2"]) / "docopt.py").exists()
-    assert len(list((tmp_path / "cache").glob("sdists-*/*/docopt/0.6.2/*/*.whl"))) == 1

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _PATH = os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/u
 
 # Publishing holds a whole model in the process's own memory, and a hostile file must not take the machine down.
 _PUBLISHING_SHARE = 0.5
+_BUILDING_PROCESSES = 1024  # compilers, one for each core and more
 
 
 def serving_request(
@@ -70,6 +72,25 @@ def publishing_request(
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), source)
     memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
     return _request(subject, spec, layout, instance, mounts, environment, memory_bytes, writable=(str(output),))
+
+
+def building_request(
+    subject: str, spec: Mapping[str, Any], layout: Layout, shown: Path, writable: Path, *, number: int
+) -> ProcessRequest:
+    """The process that builds packages for a model: `shown` is all it sees, `writable` all it can write."""
+    instance = f"{spec['model']['namespace']}.{spec['model']['name']}.build-{number}"
+    memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
+    request = _request(subject, spec, layout, instance, (), shown, memory_bytes, writable=(str(writable),))
+    plan = replace(request.plan, network=True, processes=max(request.plan.processes, _BUILDING_PROCESSES))
+    return replace(
+        request,
+        plan=plan,
+        environment=(),
+        paths=(),
+        env={"PATH": _PATH},
+        working_dir=str(writable),
+        target="omnimodel.runtime.building:run",
+    )
 
 
 def _request(

@@ -2,7 +2,10 @@
 
 uv resolves the requirements against the interpreter's own packages, pinned to the versions that are there, so that
 torch is never installed twice and nothing is replaced; only what is missing goes into the overlay. A process has the
-overlay on its sys.path behind the interpreter's packages.
+overlay on its sys.path before the interpreter's packages.
+
+The agent itself installs wheels only, which are unpacked and not run. A package that has none, or a requirement by an
+address, is built by a `Build`, which runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from omnimodel.agent.building import FOLDER, take_over
 from omnimodel.agent.origins import Origins, Variables
 from omnimodel.agent.programs import Finished, run_program
 from omnimodel.agent.shared import SharedWork
@@ -31,11 +35,14 @@ from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_ato
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]  # one line of what uv says
+# Runs uv in a sandbox that sees the folder and may write to `build` in it: folder, arguments, variables.
+Build = Callable[[Path, Sequence[str], Variables, Progress], Awaitable[Finished]]
 
 _ADDED = re.compile(r"^ \+ (\S+)==(\S+)(?: \(from (\S+)\))?$")
 _LAST_LINES = 6
 _NOT_CACHED = re.compile(r"network (connectivity )?(is|was) disabled", re.IGNORECASE)  # uv, when it fails of --offline
 _LOCK_SECONDS = 0.1
+_NO_WHEEL = re.compile(r"no wheels|no usable wheels|building from source is disabled", re.IGNORECASE)
 _MARKER = "environment.json"
 _SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
@@ -53,13 +60,20 @@ class Environments:
         self.origins = origins or Origins()
         self._work: SharedWork[Progress] = SharedWork()
 
-    async def build(self, subject: str, requirements: Sequence[str], progress: Progress = lambda _line: None) -> Path:
+    async def build(
+        self,
+        subject: str,
+        requirements: Sequence[str],
+        progress: Progress = lambda _line: None,
+        build: Build | None = None,
+    ) -> Path:
         """Have the environment of a set of requirements.
 
         Args:
             subject: whose environment it is, for messages.
             requirements: as in a requirements file, one package each.
             progress: gets what uv says; equal builds share one and are all told.
+            build: for packages without a wheel; without it they are refused.
 
         Returns:
             The folder for sys.path. It must not be written to.
@@ -82,7 +96,7 @@ class Environments:
             return folder / "packages"
         progress(f"resolving {', '.join(requirements)}")
         return await self._work.run(
-            key, lambda listeners: self._build(subject, requirements, base, folder, listeners), progress
+            key, lambda listeners: self._build(subject, requirements, base, folder, listeners, build), progress
         )
 
     async def _build(
@@ -92,6 +106,7 @@ class Environments:
         base: dict[str, str],
         folder: Path,
         listeners: Sequence[Progress],
+        build: Build | None,
     ) -> Path:
         def hear(line: str) -> None:
             for progress in listeners:
@@ -103,55 +118,49 @@ class Environments:
                 if (folder / _MARKER).is_file():  # another agent was first
                     return folder / "packages"
                 staging = self.root / f"{folder.name}.part"
-                shutil.rmtree(staging, ignore_errors=True)
+                await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
                 (staging / "packages").mkdir(parents=True)
+                uv = _Uv(staging, self.origins, hear, build, built=_has_address(requirements))
                 try:
-                    added = await self._resolve(subject, requirements, base, staging, hear)
+                    added = await self._resolve(subject, requirements, base, uv)
                     if added:
-                        await self._install(subject, added, staging, hear)
+                        await self._install(subject, added, uv)
                     marker = {"requirements": sorted(requirements), "packages": added}
                     await asyncio.to_thread(_keep, staging, folder, marker)
                 finally:
-                    shutil.rmtree(staging, ignore_errors=True)
+                    await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
         log.info("environment_built subject=%s key=%s packages=%d", subject, folder.name, len(added))
         return folder / "packages"
 
-    async def _resolve(
-        self, subject: str, requirements: Sequence[str], base: dict[str, str], staging: Path, hear: Progress
-    ) -> list[str]:
+    async def _resolve(self, subject: str, requirements: Sequence[str], base: dict[str, str], uv: _Uv) -> list[str]:
         """What must be installed beside the interpreter's own packages."""
-        wanted, pinned = staging / "requirements.txt", staging / "installed.txt"
+        wanted, pinned = uv.folder / "requirements.txt", uv.folder / "installed.txt"
         wanted.write_text("".join(f"{requirement}\n" for requirement in requirements))
         pinned.write_text("".join(f"{name}=={version}\n" for name, version in base.items()))
-        added: list[str] = []
         exact = all("==" in requirement for requirement in requirements)
-
-        def hear_plan(line: str) -> None:
-            if match := _ADDED.match(line):
-                added.append(f"{match[1]} @ {match[3]}" if match[3] else f"{match[1]}=={match[2]}")
-            hear(line)
-
         # --break-system-packages lets uv look at an interpreter of the system; a dry run changes nothing in it.
-        finished = await _cached_first(
+        finished = await uv.install(
             ["--dry-run", "--break-system-packages", "--constraint", str(pinned), "--requirement", str(wanted)],
-            hear_plan,
-            self.origins,
             cached=exact,
         )
         if finished.code != 0:
             raise _refusal(subject, finished, base)
-        return sorted(added)
+        return sorted(uv.planned)
 
-    async def _install(self, subject: str, added: Sequence[str], staging: Path, hear: Progress) -> None:
-        plan = staging / "plan.txt"
+    async def _install(self, subject: str, added: Sequence[str], uv: _Uv) -> None:
+        plan, packages = uv.folder / "plan.txt", uv.folder / "packages"
         plan.write_text("".join(f"{requirement}\n" for requirement in added))
         arguments = [
-            *("--target", str(staging / "packages"), "--no-deps", "--requirement", str(plan)),
+            *("--no-deps", "--requirement", str(plan)),
             *("--compile-bytecode", "--link-mode", "copy"),  # read-only later; no file shared with the cache
         ]
-        finished = await _cached_first(arguments, hear, self.origins, cached=True)
+        target = uv.folder / FOLDER / "packages" if uv.built else packages
+        finished = await uv.install([*arguments, "--target", str(target)], cached=True)
         if finished.code != 0:
             raise _refusal(subject, finished, {})
+        if uv.built:
+            packages.rmdir()
+            await asyncio.to_thread(take_over, subject, target, packages)
 
     def collect(self, sets: Sequence[Sequence[str]]) -> None:
         """Remove the environments of other sets of requirements than these; nothing may be building."""
@@ -182,25 +191,61 @@ def _key(requirements: Sequence[str], base: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:32]
 
 
-async def _uv(arguments: Sequence[str], hear: Progress, origins: Origins) -> Finished:
-    return await run_program(
-        [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments],
-        hear,
-        environment={**_uv_environment(), **origins.variables()},
-    )
+class _Uv:
+    """Runs `uv pip install` for one environment: here for wheels, in a sandbox when something must be built.
 
-
-async def _cached_first(arguments: Sequence[str], hear: Progress, origins: Origins, *, cached: bool) -> Finished:
-    """Ask uv's cache alone before the index, where versions are `cached`, which means given to the letter.
-
-    Behind an index that says nothing of how long its files hold, uv fetches an sdist anew each time, and compiles it
-    again, which for some packages takes minutes.
+    Args:
+        folder: of the environment that is being made.
+        built: whether it is known from the beginning that something must be built.
     """
-    if cached:
-        finished = await _uv(["--offline", *arguments], hear, origins)
-        if finished.code == 0 or not _NOT_CACHED.search(finished.text):
-            return finished
-    return await _uv(arguments, hear, origins)
+
+    def __init__(self, folder: Path, origins: Origins, hear: Progress, build: Build | None, *, built: bool) -> None:
+        self.folder = folder
+        self.built = built
+        self.planned: list[str] = []  # what uv said it would install
+        self._variables = {**_uv_environment(), **origins.variables()}
+        self._listener = hear
+        self._build = build
+
+    def _hear(self, line: str) -> None:
+        if match := _ADDED.match(line):
+            self.planned.append(f"{match[1]} @ {match[3]}" if match[3] else f"{match[1]}=={match[2]}")
+        self._listener(line)
+
+    async def install(self, arguments: Sequence[str], *, cached: bool) -> Finished:
+        """Run it; a failure for want of wheels is tried again by building.
+
+        Args:
+            cached: all versions are given to the letter, so that the cache alone may have everything.
+        """
+        if not self.built:
+            finished = await self._wheels(arguments, cached=cached)
+            if finished.code == 0 or self._build is None or not _NO_WHEEL.search(finished.text):
+                return finished
+            self.built = True
+        if self._build is None:
+            return Finished(1, ("a requirement by an address must be built, which is not allowed here",))
+        return await self._build(self.folder, _command(arguments), self._variables, self._hear)
+
+    async def _wheels(self, arguments: Sequence[str], *, cached: bool) -> Finished:
+        """Ask uv's cache alone before the index, where it may have everything."""
+        offline = await self._here(["--offline", *arguments]) if cached else None
+        if offline is not None and (offline.code == 0 or not _NOT_CACHED.search(offline.text)):
+            return offline
+        return await self._here(arguments)
+
+    async def _here(self, arguments: Sequence[str]) -> Finished:
+        command = [sys.executable, "-m", "uv", *_command(["--no-build", *arguments])]
+        return await run_program(command, self._hear, environment=self._variables)
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return ["pip", "install", "--python", sys.executable, *arguments]
+
+
+def _has_address(requirements: Sequence[str]) -> bool:
+    """Whether one is fetched from where it says, by a program that its address names (git, for example)."""
+    return any("@" in requirement.partition(";")[0] or "://" in requirement for requirement in requirements)
 
 
 def _uv_environment() -> Variables:
@@ -235,8 +280,10 @@ def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniErro
 
 
 def _keep(staging: Path, folder: Path, marker: Mapping[str, object]) -> None:
-    for name in ("requirements.txt", "installed.txt", "plan.txt"):
-        (staging / name).unlink(missing_ok=True)
+    shutil.rmtree(staging / FOLDER, ignore_errors=True)
+    for made in staging.iterdir():
+        if made.name != "packages":
+            made.unlink()
     write_atomically(staging / _MARKER, json.dumps(marker).encode())
     sync_tree(staging)
     shutil.rmtree(folder, ignore_errors=True)

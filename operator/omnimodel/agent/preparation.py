@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnimodel.agent.building import Builder
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.origins import Origins
@@ -115,6 +116,7 @@ class Preparation:
         self.origins = Origins(layout.origins)
         self._sources = Sources(layout.sources, self.origins)
         self._environments = Environments(layout.environments, self.origins)
+        self._builder = Builder(layout, spawner)
         self._publishing = asyncio.Lock()
         self._verified: set[str] = set()  # digests of images whose every byte was read since this agent began
         self._numbers = itertools.count(1)
@@ -128,7 +130,12 @@ class Preparation:
         requirements = spec["environment"]["requirements"]
         environment = None
         if requirements:
-            environment = await self._environments.build(subject, requirements, lambda _line: report("building", -1.0))
+            environment = await self._environments.build(
+                subject,
+                requirements,
+                lambda _line: report("building", -1.0),
+                lambda *how: self._builder.uv(subject, spec, *how),
+            )
         foreign = spec["engine"] in FOREIGN_ENGINES
         source: Path | None = None
         image: ImageRef | None = None

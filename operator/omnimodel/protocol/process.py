@@ -56,6 +56,17 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Build:
+    """Run `uv` with these arguments, each line it says is a `Progress` of its own; answered when it has ended.
+
+    The process then ends. Values of the reply: `code`, uv's exit status.
+    """
+
+    arguments: list[str]
+    op: Literal["build"] = "build"
+
+
+@dataclass(frozen=True)
 class Wake:
     """Map these frames, in order, over the model's address range. Descriptors: one read-only descriptor a frame.
 
@@ -100,10 +111,11 @@ class Stop:
 
 _MESSAGE_CHARACTERS, _DETAIL_CHARACTERS = 2000, 8000  # of a failure: a packet holds 160 KiB, a character up to 12 bytes
 
-Command = Start | Publish | Wake | Evict | Ping | Stop
+Command = Start | Publish | Build | Wake | Evict | Ping | Stop
 _COMMANDS: dict[str, type[Any]] = {
     "start": Start,
     "publish": Publish,
+    "build": Build,
     "wake": Wake,
     "evict": Evict,
     "ping": Ping,
@@ -211,6 +223,7 @@ _VALUES: dict[str, type[Any]] = {
     "workingBytes": int,
     "weightsBytes": int,
     "tensors": int,
+    "code": int,
     "mapSeconds": float,
     "seconds": float,
     "frozen": int,
