@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 
@@ -23,6 +24,7 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_FOUND = "ClaimNotFound"
     IMAGE_NOT_PULLED = "ImageNotPulled"
+    POD_NOT_CREATED = "PodNotCreated"
     POD_FAILED = "PodFailed"
     AGENT_SILENT = "AgentSilent"
     NAME_OCCUPIED = "NameOccupied"
@@ -47,6 +49,16 @@ class Reason(StrEnum):
     SUSPENDED = "Suspended"
     STATE_DIR_IN_USE = "StateDirInUse"
     INTERNAL = "InternalError"
+
+    @property
+    def code(self) -> str:
+        """As error objects of HTTP have it: `QueueFull` is `queue_full`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", self.value).lower()
+
+    @classmethod
+    def of_code(cls, code: object) -> Reason | None:
+        """The reason that a code of an error object stands for; None for a code of another kind."""
+        return next((reason for reason in cls if reason.code == code), None)
 
 
 class OmniError(Exception):

@@ -29,6 +29,7 @@ def work():
 {work}
 
 assert os.getpid() == 1
+{before}
 sys.exit(run_under_init(work))
 """
 ORPHAN = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
@@ -37,11 +38,11 @@ ORPHAN = "import subprocess; subprocess.Popen(['sleep', '0.2'])"
 class Container:
     """A program that is pid 1."""
 
-    def __init__(self, folder: Path, work: str) -> None:
+    def __init__(self, folder: Path, work: str, before: str = "") -> None:
         self.log = folder / "log"
         self.log.touch()
         body = "\n".join(f"    {line}" for line in work.strip().splitlines())
-        program = PROGRAM.format(log=str(self.log), work=body)
+        program = PROGRAM.format(log=str(self.log), work=body, before=before)
         self.process = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", program],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "operator")}, stderr=subprocess.PIPE,
@@ -78,7 +79,12 @@ for _ in range(20):
     subprocess.run([sys.executable, "-c", {ORPHAN!r}], check=True)
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
-    states = [open(f"/proc/{{pid}}/stat").read().split(")")[1].split()[0] for pid in os.listdir("/proc") if pid.isdigit()]
+    states = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            states.append(open(f"/proc/{{pid}}/stat").read().split(")")[1].split()[0])
+        except (FileNotFoundError, ProcessLookupError):  # reaped between the two looks
+            pass
     if len(states) == 2:
         break
     time.sleep(0.05)
@@ -121,6 +127,25 @@ while True:
     os.kill(container.child(), signal.SIGKILL)
     assert container.process.wait(30) == 0
     assert container.lines() == ["run", "run", "0"]
+
+
+def test_told_to_end_in_the_pause_after_a_crash_it_does_not_begin_anew(tmp_path: Path) -> None:
+    work = """
+say("run")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    container = Container(tmp_path, work, before="from omnimodel.cli import init\ninit.RESTART_PAUSE_SECONDS = 60.0")
+    container.wait_for(1)
+    assert b"starting it again" in container.process.stderr.readline()
+    os.kill(container.init(), signal.SIGTERM)
+    container.process.wait(30)
+    assert container.lines() == ["run"]
+
+
+def test_work_that_raises_says_so(tmp_path: Path) -> None:
+    container = Container(tmp_path, "raise RuntimeError('no such device')")
+    assert container.process.wait(30) == 1
+    assert b"no such device" in container.process.stderr.read()
 
 
 def test_work_that_is_killed_again_and_again_ends_the_container(

@@ -303,6 +303,8 @@ async def test_a_restart_without_the_api_server_serves(catalogue: Catalogue, sta
     await catalogue.assign(model, POD, secrets={"key": {"token": b"hush"}})
     first = await start()
     await eventually(lambda: first.agent.names == [catalogue.key("m")], "the model")
+    file = tmp_path / POD / "desired.json"
+    await eventually(lambda: file.exists() and '"name": "m"' in file.read_text(), "that it is kept")
     first.task.cancel()
     await asyncio.gather(first.task, return_exceptions=True)
     await line.cut()

@@ -83,7 +83,7 @@ def own_namespace(cluster: Connection) -> Iterator[str]:
     name = f"test-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", name)
     yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture

@@ -8,17 +8,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 
 from omnimodel.controllers.kubernetes import Operator, OperatorSettings
-from omnimodel.controllers.status import pod_entry, residency_entry
-from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, KubeError, Mirror
-from omnimodel.kube.election import micro_time
-from omnimodel.protocol.report import ModelReport, PoolReport
+from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, Mirror
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +207,12 @@ class OperatorHere(Probed):
         await asyncio.gather(self._task, return_exceptions=True)
         await self.kube.close()
 
+    async def crash(self) -> None:
+        """End it with no more writes than a kill leaves it."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.kube.close()
+
     async def url(self) -> str:
         """Where it answers probes."""
         return f"http://127.0.0.1:{self.operator.port}" if self.operator.port else ""
@@ -256,6 +259,14 @@ class World:
         for item in items:
             await self.kube.apply(kinds[item["kind"]], item, manager="person")
 
+    async def bind(self, pod: str, node: str) -> None:
+        """Put a pod on a node, as a scheduler does."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/binding"
+        target = {"apiVersion": "v1", "kind": "Node", "name": node}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+        await self.kube._ask("create", "POST", PODS, path, {}, body)
+        await until(lambda: (self.see(PODS, pod) or {}).get("spec", {}).get("nodeName") == node, "it is bound")
+
     async def ready(self, *names: str, seconds: float = DEADLINE_SECONDS) -> None:
         """Wait until models are Ready."""
 
@@ -267,123 +278,3 @@ class World:
         except AssertionError:
             left = {name: (self.see(MODELS, name) or {}).get("status") for name in lacking()[:3]}
             raise AssertionError(f"not Ready: {left}; pools: {self.all(POOLS)}") from None
-
-
-class Agents:
-    """An agent in each pod of a namespace's pools, as far as the operator can see.
-
-    Args:
-        world: of the test.
-        budget_bytes: of each pod.
-        size_bytes: of each model.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        *,
-        budget_bytes: int = GIB,
-        size_bytes: int = 64 << 20,
-        labels: Mapping[str, str] | None = None,
-    ) -> None:
-        self._world = world
-        self.budget_bytes = budget_bytes
-        self.size_bytes = size_bytes
-        self._labels = dict(labels or {})
-        self.silent: set[str] = set()
-        self.held = asyncio.Event()  # while it is clear, agents write nothing
-        self.held.set()
-        self.reports: dict[tuple[str, str], Mapping[str, Any]] = {}  # (pod, model) -> what to say otherwise
-        self._said: dict[tuple[str, str], object] = {}
-        self._up: dict[str, str] = {}
-        self._beat: dict[str, float] = {}
-        self.writes = 0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        try:
-            await self._follow()
-        except Exception:
-            log.exception("the agents ended")
-            raise
-
-    async def _follow(self) -> None:
-        while True:
-            await self.held.wait()
-            pods = self._world.all(PODS)
-            for name, pod in pods.items():
-                label = (pod["metadata"].get("labels") or {}).get("omnimodel.io/pool")
-                if not label or name in self.silent or pod["metadata"].get("deletionTimestamp"):
-                    continue
-                try:
-                    await self._pod(name, pod, label)
-                except KubeError as error:  # as an agent does: later again
-                    log.info("agent of %s: %s", name, error)
-            for key in [key for key in self._up if key not in pods]:
-                del self._up[key]
-            await asyncio.sleep(0.05)
-
-    async def _pod(self, name: str, pod: Item, label: str) -> None:
-        kube, namespace = self._world.kube, self._world.namespace
-        uid = pod["metadata"]["uid"]
-        entries = ((self._world.see(POOLS, label) or {}).get("status") or {}).get("pods") or ()
-        if self._up.get(name) != uid or name not in {entry["pod"] for entry in entries}:
-            for key in [key for key in self._said if key[0] == name]:
-                del self._said[key]
-            await kube.patch_status(PODS, name, namespace, _running(), manager="kubelet")
-            entry = pod_entry(name, pool_report(label, name, self.budget_bytes))
-            await kube.patch_status(POOLS, label, namespace, {"pods": [entry]}, manager=f"omni-agent.{name}")
-            self._up[name] = uid
-            self._beat.pop(name, None)
-        now = asyncio.get_running_loop().time()
-        if now - self._beat.get(name, -100.0) > 5.0:
-            self._beat[name] = now
-            lease = {
-                "metadata": {"name": name, "namespace": namespace, "labels": {"omnimodel.io/pool": label}},
-                "spec": {"holderIdentity": uid, "leaseDurationSeconds": 40, "renewTime": micro_time()},
-            }
-            await kube.apply(LEASES, lease, manager=f"omni-agent.{name}")
-        mine = {k: p for k, p in self._world.all(PROCESSES).items() if name in (p["spec"].get("pods") or ())}
-        for key, process in mine.items():
-            said = (process["metadata"]["uid"], process["spec"]["generation"], self.reports.get((name, key)))
-            if self._said.get((name, key)) == said:
-                continue
-            report = ModelReport(
-                namespace, key, process["spec"]["generation"], "warm", "idle", ready=True,
-                weights_bytes=self.size_bytes // 2, working_bytes=self.size_bytes // 2,
-            )  # fmt: skip
-            report = replace(report, **self.reports.get((name, key), {}))
-            status = {"residency": [residency_entry(name, report)]}
-            self.writes += 1
-            await kube.patch_status(MODELS, key, namespace, status, manager=f"omni-agent.{name}")
-            self._said[name, key] = said
-        for pod_name, key in [said for said in self._said if said[0] == name and said[1] not in mine]:
-            del self._said[pod_name, key]
-            if self._world.see(MODELS, key) is not None:
-                await kube.patch_status(MODELS, key, namespace, {}, manager=f"omni-agent.{name}")
-
-
-def pool_report(pool_name: str, pod: str, budget_bytes: int) -> PoolReport:
-    """What an idle agent says of its device."""
-    return PoolReport(
-        pool_name, pod, "cpu", budget_bytes, 0, 0, 0, budget_bytes, 4 * GIB, 0, 0, 0, "namespaces", (), ready=True
-    )
-
-
-def _running() -> Item:
-    now = micro_time()[:19] + "Z"
-    return {
-        "phase": "Running",
-        "podIP": "10.88.0.7",
-        "conditions": [
-            {"type": kind, "status": "True", "lastTransitionTime": now}
-            for kind in ("Initialized", "PodScheduled", "ContainersReady", "Ready")
-        ],
-    }

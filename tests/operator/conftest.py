@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from cluster.connection import Connection
+from kube.agents import Agents
 from kube.proxy import Proxy
-from kube.world import Agents, OperatorHere, OperatorProcess, World
-from omnimodel.kube import Kube
+from kube.world import OperatorHere, OperatorProcess, World
+from omnimodel.kube import NODES, Kube
+from omnimodel.kube.election import micro_time
 
 
 @pytest.fixture
@@ -61,3 +63,32 @@ async def start_process(
             return await stack.enter_async_context(found)
 
         yield begin
+
+
+@pytest.fixture
+async def node(world: World, namespace: str) -> AsyncIterator[Callable[..., object]]:
+    """Makes nodes without a kubelet; each is in a zone, and ready or not."""
+    made: list[str] = []
+
+    async def make(zone: str = "a", *, ready: bool = True) -> str:
+        name = f"{namespace}-{len(made)}"
+        taint = [{"key": "test", "value": namespace, "effect": "NoSchedule"}]
+        labels = {"topology.kubernetes.io/zone": zone}
+        await world.kube.create(NODES, {"metadata": {"name": name, "labels": labels}, "spec": {"taints": taint}})
+        made.append(name)
+        await say(name, ready=ready)
+        return name
+
+    async def say(name: str, *, ready: bool) -> None:
+        condition = {
+            "type": "Ready",
+            "status": str(ready),
+            "reason": "Test",
+            "lastHeartbeatTime": micro_time()[:19] + "Z",
+        }
+        await world.kube.patch_status(NODES, name, "", {"conditions": [condition]}, manager="kubelet")
+
+    make.say = say  # type: ignore[attr-defined]
+    yield make
+    for name in made:
+        await world.kube.delete(NODES, name)

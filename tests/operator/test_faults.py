@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kube.agents import Agents
 from kube.proxy import WRITES, Proxy, status
-from kube.world import Agents, World, conditions, is_ready, model, pool, until
+from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers.kubernetes_cache import Cache
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_writes import Writer
@@ -337,6 +338,7 @@ async def test_a_lost_pod_is_not_ready_its_entries_go_and_its_models_move(
 
     monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 15.0)
     monkeypatch.setattr(kubernetes_pods, "LOST_SECONDS", 2.0)
+    monkeypatch.setattr(kubernetes_pods, "BACK_SECONDS", 1.0)
     monkeypatch.setattr(kubernetes_reconcile, "TICK_SECONDS", 0.3)
     await start()
     await world.apply(
@@ -358,19 +360,24 @@ async def test_a_lost_pod_is_not_ready_its_entries_go_and_its_models_move(
 
 async def test_models_leave_a_pod_before_it_goes(world: World, agents: Agents, start) -> None:
     await start()
-    await world.apply(pool("gpu", world.namespace, replicas=2), *(model(name, world.namespace) for name in "abcd"))
+    await world.apply(pool("gpu", world.namespace, replicas=2))
+    # A pod that serves is preferred to one that is to come, so both have to be there before the models.
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "both pods are ready")
+    await world.apply(*(model(name, world.namespace) for name in "abcd"))
     await world.ready("a", "b", "c", "d")
     moving = [name for name, p in world.all(PROCESSES).items() if p["spec"]["pods"] == ["gpu-1"]]
     assert moving
-    seen: list[tuple[str, ...]] = []
-    mirror = world.mirrors[PROCESSES]
-    mirror._on_change = lambda key, before, item: (
-        seen.append(tuple(item["spec"]["pods"])) if item and key[1] == moving[0] else None
-    )
+    seen: list[tuple[str, ...]] = [("gpu-1",)]
+
+    def note(key: tuple[str, str], _: object, item: dict[str, Any] | None) -> None:
+        if item is not None and key[1] == moving[0] and seen[-1] != (pods := tuple(item["spec"]["pods"])):
+            seen.append(pods)
+
+    world.mirrors[PROCESSES]._on_change = note
     await world.kube.merge(POOLS, "gpu", world.namespace, {"spec": {"replicas": 1}})
     await until(lambda: world.see(STATEFUL_SETS, "gpu")["spec"]["replicas"] == 1, "the pod goes")
     await world.ready("a", "b", "c", "d")
-    assert seen == [("gpu-0", "gpu-1"), ("gpu-0",)]
+    assert seen == [("gpu-1",), ("gpu-0", "gpu-1"), ("gpu-0",)]
 
 
 async def test_an_edit_of_the_pod_template_reaches_the_stateful_set_and_back(

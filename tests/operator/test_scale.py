@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kube.world import Agents, World, is_ready, model, pool, until
+from kube.agents import Agents
+from kube.world import World, is_ready, model, pool, until
 from omnimodel.kube import MODELS, PROCESSES
 
 MODELS_IN_ALL = int(os.environ.get("OMNI_TEST_MODELS", "120"))

@@ -143,6 +143,16 @@ def test_the_only_pod_keeps_its_models_when_it_is_lost() -> None:
     assert where(place([ask("a", 1, "gpu-0")], POOL, [pod(0, ready=False, lost=True)])) == {"a": ("gpu-0",)}
 
 
+def test_when_no_pod_answers_everything_stays_where_it_was() -> None:
+    """seldon#5032: all servers were away for a while."""
+    pods = [pod(index, ready=False, lost=True) for index in range(3)]
+    demands = [ask("a", 1, "gpu-2"), ask("b", 9, "gpu-2"), ask("c", 1, "gpu-0", "gpu-2", replicas=2)]
+    everything = {"a": ("gpu-2",), "b": ("gpu-2",), "c": ("gpu-0", "gpu-2")}
+    assert where(place(demands, POOL, pods)) == everything
+    one_after_the_other = [*pods[:1], pod(1, ready=False), *pods[2:]]
+    assert where(place(demands, POOL, one_after_the_other)) == everything
+
+
 def test_a_pod_that_will_go_gives_its_models_away() -> None:
     pods = [pod(0), pod(1, leaving=True)]
     assert where(place([ask("a", 1, "gpu-1")], POOL, pods)) == {"a": ("gpu-0", "gpu-1")}  # until gpu-0 serves it

@@ -131,7 +131,11 @@ async def serve(options: Options) -> None:
                 settings=Settings(drain_seconds=FASTER_SECONDS),
                 reporting=Told(controller.report, controller.wait_changed),
             )
-            listening = await listen(app, options.host, options.port)
+            try:
+                listening = await listen(app, options.host, options.port)
+            except BaseException:
+                await agent.stop(0.0)
+                raise
             lock.publish_address(listening.address)
             log.info("serving pod=%s pool=%s address=%s", options.pod.name, options.pod.pool, listening.address)
             working = asyncio.create_task(controller.run(), name="controller")

@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 RESTARTS = 5  # within RESTART_WINDOW_SECONDS; after that the container ends, and the kubelet waits longer each time
 RESTART_WINDOW_SECONDS = 600.0
 RESTART_PAUSE_SECONDS = 1.0
+PAUSE_STEP_SECONDS = 0.05
 _PASSED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -40,7 +43,8 @@ def run_under_init(work: Callable[[], int]) -> int:
             print(f"the agent was killed by signal {number} too often; giving up", file=sys.stderr, flush=True)
             return 128 + number
         print(f"the agent was killed by signal {number}; starting it again", file=sys.stderr, flush=True)
-        time.sleep(RESTART_PAUSE_SECONDS)
+        if init.pause(RESTART_PAUSE_SECONDS):
+            return 128 + number
 
 
 class _Init:
@@ -49,6 +53,16 @@ class _Init:
         self.told = False  # to end
         for number in _PASSED:
             signal.signal(number, self._pass)
+
+    def pause(self, seconds: float) -> bool:
+        """Wait, and reap what becomes an orphan; whether it was told to end meanwhile."""
+        until = time.monotonic() + seconds
+        while not self.told and time.monotonic() < until:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(PAUSE_STEP_SECONDS)
+        return self.told
 
     def _pass(self, number: int, _: object) -> None:
         self.told = self.told or number in {signal.SIGTERM, signal.SIGINT}
@@ -66,6 +80,10 @@ class _Init:
                 for number in _PASSED:
                     signal.signal(number, signal.SIG_DFL)
                 code = work()
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -8,21 +8,21 @@ runs: the last good version of it stays.
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from omnimodel.api import OmniPool, OmniProcess, ProcessSpec
+from omnimodel.api import OmniPool, OmniProcess
+from omnimodel.controllers.agent_kubernetes_objects import content, read, secret_names, unreadable, with_secrets
 from omnimodel.controllers.agent_kubernetes_state import Applied, AppliedFile
 from omnimodel.controllers.agent_kubernetes_status import (
-    LEASE_SECONDS,
     PodIdentity,
     StatusWriter,
     beat,
@@ -32,13 +32,13 @@ from omnimodel.controllers.local import LocalAgent
 from omnimodel.errors import OmniError, Reason
 from omnimodel.kube import POOLS, PROCESSES, SECRETS, Kube, KubeError, Mirror, Recorder
 from omnimodel.protocol.report import AgentReport, ModelReport
-from omnimodel.render import fill_secrets
 
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 0.1  # changes closer together are applied at once
 RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
 SWEEP_SECONDS = 600.0
+TOLD = "told"  # of a pool as it is kept: whether it has an entry of this pod
 POOL_LABEL = "omnimodel.io/pool"
 POOL_NAMESPACE_LABEL = "omnimodel.io/pool-namespace"
 
@@ -84,12 +84,17 @@ class PodController:
         self.refused: dict[str, OmniError] = {}
         labels = f"{POOL_LABEL}={pod.pool},{POOL_NAMESPACE_LABEL}={pod.pool_namespace}"
         self._processes = [
-            Mirror(kube, PROCESSES, place, labels=labels, on_change=self._ring, trim=_slim, clock=clock)
+            Mirror(
+                kube, PROCESSES, place, labels=labels,
+                on_change=self._ring, on_synced=self._ring, trim=_slim, clock=clock,
+            )
             for place in self._namespaces
-        ]
+        ]  # fmt: skip
         self._pools = Mirror(
-            kube, POOLS, pod.pool_namespace, fields=f"metadata.name={pod.pool}", on_change=self._ring, trim=_slim
-        )
+            kube, POOLS, pod.pool_namespace, fields=f"metadata.name={pod.pool}",
+            on_change=self._pool_changed, on_synced=self._ring, trim=self._slim_pool, clock=clock,
+        )  # fmt: skip
+        self._compare = asyncio.Event()  # what this pod has written may have been taken back
         self.writer = StatusWriter(
             kube, pod, images=images, written=self.applied.written if self.applied else (), clock=clock
         )
@@ -127,8 +132,10 @@ class PodController:
                 tasks.create_task(mirror.run())
             tasks.create_task(self._follow_agent(), name="agent-follow")
             tasks.create_task(self._loop(), name="reconcile")
-            tasks.create_task(self.writer.run(), name="status")
-            tasks.create_task(beat(self._kube, self.pod), name="heartbeat")
+            heard = asyncio.Event()
+            beating = beat(self._kube, self.pod, heard, self._compare.set, clock=self._clock)
+            tasks.create_task(beating, name="heartbeat")
+            tasks.create_task(self.writer.run(heard), name="status")
             tasks.create_task(self._sweep(), name="sweep")
             tasks.create_task(
                 tell_events(recorder, self._agent.events.follow(follow=True), self._uid, clock=self._clock),
@@ -143,7 +150,7 @@ class PodController:
         processes = []
         for process in self.applied.processes:
             try:
-                processes.append(_filled(process, secrets))
+                processes.append(with_secrets(process, secrets))
             except OmniError as error:
                 log.warning("kept_process_left_out model=%s error=%r", process.key, str(error))
         try:
@@ -179,23 +186,22 @@ class PodController:
         await self._changed.wait()
 
     async def _sweep(self) -> None:
-        """Compare entries with the API server: at the start, after it was away for long, and now and then."""
+        """Compare entries with the API server: at the start, when they may have been taken back, and now and then.
+
+        The operator takes back the entries of a pod whose heartbeat it does not see.
+        """
         await asyncio.gather(*(mirror.wait_synced() for mirror in [self._pools, *self._processes]))
         while True:
+            self._compare.clear()
             try:
                 await self.writer.sweep(self._namespaces)
             except KubeError as error:
                 log.warning("sweep_failed error=%s", error)
                 await asyncio.sleep(RETRY_SECONDS[2])
                 continue
-            until = self._clock() + SWEEP_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads, hides nothing
-            away = False
-            while self._clock() < until:
-                await asyncio.sleep(1.0)
-                # The operator takes back the entries of a pod whose heartbeat it does not see.
-                away = away or self.age_seconds > LEASE_SECONDS * 4
-                if away and self.age_seconds < LEASE_SECONDS:
-                    break
+            pause_seconds = SWEEP_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads, hides nothing
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._compare.wait(), pause_seconds)
 
     # Reconciling
 
@@ -239,7 +245,7 @@ class PodController:
         again = False
         for item in self._items():
             key = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
-            for process in (_read(item), before.get(key)):
+            for process in (read(item), before.get(key)):
                 if isinstance(process, OmniError):
                     refused[key] = process
                     continue
@@ -247,7 +253,7 @@ class PodController:
                     continue
                 try:
                     own = await self._secrets_of(process)
-                    filled.append(_filled(process, own))
+                    filled.append(with_secrets(process, own))
                 except OmniError as error:
                     refused[key] = error
                     again = True
@@ -261,6 +267,7 @@ class PodController:
             await self._agent.apply(filled, pool)
             self._given = given
             log.info("applied processes=%d refused=%d", len(filled), len(refused))
+        self._secrets = {key: known for key, known in self._secrets.items() if key in secrets}
         self.applied = Applied(pool, tuple(kept), secrets, self.writer.written)
         await asyncio.to_thread(self._file.write, self.applied)
         self.writer.tell(self.report(), self._assigned())
@@ -295,7 +302,7 @@ class PodController:
                 found[key] = before  # the API server is away
                 continue
             if item is not None:
-                found[key] = _content(item)
+                found[key] = content(item)
                 self._secrets[key] = (process.spec.hash, found[key])
         return found
 
@@ -325,9 +332,9 @@ class PodController:
         if item is None:
             return None
         try:
-            return OmniPool.model_validate(item)
+            return OmniPool.model_validate({name: value for name, value in item.items() if name != TOLD})
         except ValidationError as error:
-            raise _unreadable(f"OmniPool {self.pod.pool_namespace}/{self.pod.pool}", error) from None
+            raise unreadable(f"OmniPool {self.pod.pool_namespace}/{self.pod.pool}", error) from None
 
     def _uid(self, kind: str, namespace: str, name: str) -> str:
         """The uid of an object that events are about."""
@@ -336,53 +343,18 @@ class PodController:
         item = self._pools.items.get((self.pod.pool_namespace, self.pod.pool)) if kind == "OmniPool" else None
         return str(item["metadata"].get("uid", "")) if item else ""
 
-    def _ring(self, *_: object) -> None:
+    def _slim_pool(self, item: dict[str, Any]) -> dict[str, Any]:
+        entries = (item.get("status") or {}).get("pods") or ()
+        told = any(entry.get("pod") == self.pod.name for entry in entries)
+        return {**_slim(item), TOLD: told}
+
+    def _pool_changed(self, _: object, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
+        if before is not None and item is not None and before[TOLD] and not item[TOLD]:
+            self._compare.set()
         self._bell.set()
 
-
-def secret_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """Secrets that a process spec refers to, by its variables and its mounts."""
-    names = {reference["name"] for reference in spec["secretEnv"].values()}
-    for mount in spec["mounts"]:
-        source = mount["source"]
-        if isinstance(source, Mapping) and "secret" in source:
-            names.add(source["secret"]["name"])
-    return tuple(sorted(names))
-
-
-def _read(item: Mapping[str, Any]) -> OmniProcess | OmniError:
-    try:
-        return OmniProcess.model_validate(item)
-    except ValidationError as error:
-        metadata = item["metadata"]
-        return _unreadable(f"OmniProcess {metadata['namespace']}/{metadata['name']}", error)
-
-
-def _unreadable(subject: str, error: ValidationError) -> OmniError:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return OmniError(
-        subject,
-        f"{where}: {first['msg']}: this agent cannot read it",
-        "run agent and operator of one version",
-        reason=Reason.INVALID_MANIFEST,
-    )
-
-
-def _filled(process: OmniProcess, secrets: Mapping[tuple[str, str], Mapping[str, bytes]]) -> OmniProcess:
-    """The process as the agent gets it: with its secrets, and without the names of other pods.
-
-    Raises:
-        OmniError: a secret, or a key of it, is missing.
-    """
-    namespace = process.metadata.namespace
-    own = {name: content for (place, name), content in secrets.items() if place == namespace}
-    spec = {**fill_secrets(process.spec.to_dict(), own), "pods": []}
-    return process.model_copy(update={"spec": ProcessSpec.model_validate(spec)})
-
-
-def _content(item: Mapping[str, Any]) -> Mapping[str, bytes]:
-    return {key: base64.b64decode(text) for key, text in (item.get("data") or {}).items()}
+    def _ring(self, *_: object) -> None:
+        self._bell.set()
 
 
 def _slim(item: dict[str, Any]) -> dict[str, Any]:

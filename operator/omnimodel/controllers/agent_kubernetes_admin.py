@@ -39,6 +39,8 @@ class PodAdmin:
         told = {f"{model.namespace}/{model.name}": model for model in report.models}
         match kind:
             case "OmniModel":
+                here = {process.key for process in applied.processes}
+                self._before = {key: said for key, said in self._before.items() if not key or key in here}
                 return [self._model(process, told.get(process.key)) for process in applied.processes]
             case "OmniPool":
                 return [self._pool(applied.pool, report, len(applied.processes))]

@@ -28,6 +28,7 @@ WRITES_PER_SECOND = 1.0  # of one pod for long; the API server sees that times t
 POOL_SECONDS = 10.0  # between two writes of the pool's entry because of bytes alone
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 HEARTBEAT_SECONDS = 10.0
+MISSED_SECONDS = 35.0  # without a heartbeat that arrived: the operator may have taken the agent for dead
 LEASE_SECONDS = 40  # without a heartbeat for so long the operator takes the agent for dead
 QUIET_SECONDS = 60.0  # between two events of one kind about one object
 _MOVING = frozenset({"starting", "waking", "probing", "draining", "evicting"})
@@ -130,6 +131,7 @@ class StatusWriter:
         self._pool_written: tuple[object, ...] | None = None
         self._pool_bytes = -1
         self._pool_seconds = -POOL_SECONDS
+        self._times: dict[str, float] = {}  # of the last write of each entry
         self._bell = asyncio.Event()
         self.writes = 0
 
@@ -179,8 +181,14 @@ class StatusWriter:
             return True
         return self._pod.pool_namespace == "default" and await self._kube.get(POOLS, pool, namespace) is None
 
-    async def run(self) -> None:
-        """Write until cancelled."""
+    async def run(self, heard: asyncio.Event) -> None:
+        """Write until cancelled.
+
+        Args:
+            heard: set once the heartbeat of this pod has arrived, so that nobody takes what it writes for the words of
+                a pod of its name before it.
+        """
+        await heard.wait()
         failures = 0
         wait: float | None = None
         while True:
@@ -206,20 +214,26 @@ class StatusWriter:
                 # Not an empty status: where nobody else has said anything the API server would have to make it null.
                 await self._patch(key, {"residency": []})
                 self._written.pop(key, None)
+        for key in [key for key in self._missing.keys() | self._times.keys() if key not in models]:
+            self._missing.pop(key, None)
+            self._times.pop(key, None)
+        later = await self._write_pool(self._report.pool)  # at a pace of its own
         due = [(key, model) for key, model in models.items() if self._is_due(key, model)]
-        due.sort(key=lambda item: item[1].ready)  # what is wrong is said first
+        # What is wrong is said first, and then what was said longest ago: nothing waits for ever.
+        due.sort(key=lambda item: (item[1].ready, self._times.get(item[0], 0.0)))
         for key, model in due:
             wait = self._pace.take()
             if wait > 0:
-                return wait
+                return wait if later is None else min(wait, later)
             said = self._said(key, model)
+            self._times[key] = self._clock()
             if await self._patch(key, {"residency": [residency_entry(self._pod.name, model)]}):
                 self._written[key] = said
                 self._missing.pop(key, None)
             else:
                 self._written.pop(key, None)
                 self._missing[key] = said
-        return await self._write_pool(self._report.pool)
+        return later
 
     def _is_due(self, key: str, model: ModelReport) -> bool:
         if self._assigned is not None and key not in self._assigned:
@@ -272,8 +286,25 @@ class StatusWriter:
         return None
 
 
-async def beat(kube: Kube, pod: PodIdentity, *, seconds: float = HEARTBEAT_SECONDS) -> None:
-    """Renew this pod's lease until cancelled; a renewal that fails is made up for by the next."""
+async def beat(
+    kube: Kube,
+    pod: PodIdentity,
+    heard: asyncio.Event,
+    missed: Callable[[], None],
+    *,
+    seconds: float = HEARTBEAT_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Renew this pod's lease until cancelled; a renewal that fails is made up for by the next.
+
+    Args:
+        kube: the connection.
+        pod: whose lease it is.
+        heard: set with the first one that the API server answered.
+        missed: called when one has arrived after so long that the operator may have taken the agent for dead.
+        seconds: between two.
+        clock: monotonic.
+    """
     owner = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
     metadata: dict[str, Any] = {
         "name": pod.name,
@@ -282,6 +313,7 @@ async def beat(kube: Kube, pod: PodIdentity, *, seconds: float = HEARTBEAT_SECON
     }
     if pod.uid:
         metadata["ownerReferences"] = [owner]
+    arrived = clock()
     while True:
         spec = {
             "holderIdentity": pod.uid or pod.name,
@@ -292,6 +324,13 @@ async def beat(kube: Kube, pod: PodIdentity, *, seconds: float = HEARTBEAT_SECON
             await kube.apply(LEASES, {"metadata": metadata, "spec": spec}, manager=pod.manager)
         except KubeError as error:
             log.warning("heartbeat_failed error=%s", error)
+            if error.status == 403:  # then no heartbeat will ever arrive, and people should read the rest
+                heard.set()
+        else:
+            heard.set()
+            if clock() - arrived > MISSED_SECONDS:
+                missed()
+            arrived = clock()
         await asyncio.sleep(seconds)
 
 
@@ -319,7 +358,7 @@ async def tell_events(
         key, now = (event.kind, event.namespace, event.name, event.reason), clock()
         if now - told.get(key, -QUIET_SECONDS) < QUIET_SECONDS or pace.take() > 0:
             continue
-        told[key] = now
+        told = {old: at for old, at in told.items() if now - at < QUIET_SECONDS} | {key: now}
         about = {
             "apiVersion": API_VERSION,
             "kind": event.kind,

@@ -165,6 +165,7 @@ class Operator:
                 tasks.create_task(self._elected(), name="election")
                 tasks.create_task(self._sweeps(), name="sweep")
                 tasks.create_task(self._canary(), name="canary")
+                tasks.create_task(self.reconciler.nodes.run(), name="nodes")
                 tasks.create_task(self._lead(), name="lead")
         except* OmniError as group:
             raise group.exceptions[0] from None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from omnimodel.api import OmniPool
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import replicas_of
-from omnimodel.controllers.kubernetes_pods import PodView, index_of
+from omnimodel.controllers.kubernetes_pods import ZONE_LABEL, PodView, index_of, is_silent, speaks_for
+from omnimodel.controllers.status import Refusal
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, Kind
 
 Round = tuple[str, str, str]  # "pool" or "model", namespace, name
@@ -22,21 +24,41 @@ class Add(Protocol):
         """See the class."""
 
 
+@dataclass(frozen=True)
+class _Beat:
+    """A heartbeat: whose it is and the time that it has, when it came, and when the first of that pod came."""
+
+    said: tuple[object, object]
+    heard_seconds: float
+    first_seconds: float
+
+
 class News:
     """See the module.
 
     Args:
         cache: which has taken the news already.
         add: asks for a round.
+        zone: of a node, by its name; empty when unknown.
+        trouble: of a pod, by its namespace and name: what events say of it.
         clock: monotonic.
     """
 
-    def __init__(self, cache: Cache, add: Add, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        add: Add,
+        zone: Callable[[str], str] = lambda _: "",
+        trouble: Callable[[str, str], Refusal | None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cache = cache
         self._add = add
+        self._zone = zone
+        self._trouble = trouble
         self._clock = clock
-        self._beats: dict[Key, tuple[object, float]] = {}
-        self._away: dict[Key, float] = {}
+        self._beats: dict[Key, _Beat] = {}
+        self._since: dict[Key, tuple[bool, float]] = {}  # whether a pod answers, and since when
 
     def changed(self, kind: Kind, before: Mapping[str, Any] | None, item: Mapping[str, Any] | None) -> None:
         """An object of the cache is another one now; None for none."""
@@ -81,11 +103,14 @@ class News:
         if item is None:
             self._beats.pop(key, None)
             return
-        renewed = (item.get("spec") or {}).get("renewTime")
+        spec = item.get("spec") or {}
+        said = (spec.get("holderIdentity"), spec.get("renewTime"))
         known = self._beats.get(key)
-        if known is None or known[0] != renewed:
-            self._beats[key] = (renewed, self._clock())
-        if known is None:
+        if known is None or known.said != said:
+            now = self._clock()
+            same = known is not None and known.said[0] == said[0]
+            self._beats[key] = _Beat(said, now, known.first_seconds if known is not None and same else now)
+        if known is None or known.said[0] != said[0]:
             pool = (item["metadata"].get("labels") or {}).get(POOL_LABEL, "")
             if pool:
                 self._add(("pool", key[0], pool))
@@ -108,18 +133,59 @@ class News:
             index = index_of(key[1], name)
             if index >= 0:
                 names[name] = index
-        views = []
-        for name, index in sorted(names.items(), key=lambda pair: pair[1]):
-            beat = self._beats.get((key[0], name))
-            heard = beat[1] if beat else None
-            view = PodView(name, index, found.get(name), entries.get(name, {}), heard, None)
-            if view.serves(now):
-                self._away.pop((key[0], name), None)
-                views.append(view)
-            else:
-                since = self._away.setdefault((key[0], name), now)
-                views.append(PodView(name, index, view.item, view.entry, heard, since))
-        return views
+        for gone in [other for other in self._since if other[0] == key[0] and _is_of(key[1], other[1], names)]:
+            del self._since[gone]
+        return [
+            self._view(key[0], name, index, found.get(name), entries.get(name, {}), now)
+            for name, index in sorted(names.items(), key=lambda pair: pair[1])
+        ]
+
+    def forget(self, pool: Key) -> None:
+        """A pool is gone."""
+        for gone in [other for other in self._since if other[0] == pool[0] and _is_of(pool[1], other[1], ())]:
+            del self._since[gone]
+
+    def silent(self, pod: Mapping[str, Any]) -> bool:
+        """Whether the agent of a pod has not been heard of lately."""
+        beat = self._beat_of(pod)
+        return is_silent(beat.heard_seconds if beat else None, self._clock())
+
+    def _view(
+        self,
+        namespace: str,
+        name: str,
+        index: int,
+        item: Mapping[str, Any] | None,
+        entry: Mapping[str, Any],
+        now: float,
+    ) -> PodView:
+        beat = None if item is None else self._beat_of(item)
+        view = PodView(
+            name, index, item, entry, beat.heard_seconds if beat else None, None,
+            first_seconds=beat.first_seconds if beat else None, renewed=str(beat.said[1]) if beat else "",
+            zone=self._zone_of(item), trouble=self._trouble(namespace, name),
+        )  # fmt: skip
+        answers = view.answers(now)
+        before = self._since.get((namespace, name))
+        since = before[1] if before is not None and before[0] == answers else now
+        self._since[namespace, name] = (answers, since)
+        return replace(view, here_seconds=since) if answers else replace(view, away_seconds=since)
+
+    def _beat_of(self, pod: Mapping[str, Any]) -> _Beat | None:
+        """The last heartbeat of this very pod."""
+        key: Key = (pod["metadata"].get("namespace", ""), pod["metadata"]["name"])
+        beat, lease = self._beats.get(key), self._cache.lease(key)
+        return beat if beat is not None and lease is not None and speaks_for(lease, pod) else None
+
+    def _zone_of(self, item: Mapping[str, Any] | None) -> str:
+        if item is None:
+            return ""
+        own = (item["metadata"].get("labels") or {}).get(ZONE_LABEL, "")
+        return str(own or self._zone((item.get("spec") or {}).get("nodeName", "")))
+
+
+def _is_of(pool: str, pod: str, names: Container[str]) -> bool:
+    return index_of(pool, pod) >= 0 and pod not in names
 
 
 def _stamp(item: Mapping[str, Any] | None) -> object:

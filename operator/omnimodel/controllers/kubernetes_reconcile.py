@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
-from omnimodel.controllers.kubernetes_cache import Cache, Key
+from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import AgentSettings, replicas_of
 from omnimodel.controllers.kubernetes_news import News, Round
-from omnimodel.controllers.kubernetes_pods import PodView
+from omnimodel.controllers.kubernetes_nodes import Nodes
+from omnimodel.controllers.kubernetes_pods import is_steady
 from omnimodel.controllers.kubernetes_queue import KeyedQueue
 from omnimodel.controllers.kubernetes_references import References
+from omnimodel.controllers.kubernetes_remains import Remains
 from omnimodel.controllers.kubernetes_snapshot import (
     Assigned,
     ModelDecision,
@@ -30,10 +32,11 @@ from omnimodel.controllers.kubernetes_snapshot import (
     decide_model,
     decide_pool,
 )
-from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of
+from omnimodel.controllers.kubernetes_troubles import LOOK_SECONDS, Troubles
+from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of, fault_of
 from omnimodel.controllers.status import Refusal, condition_list
-from omnimodel.errors import ManifestError
-from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kind, Kube, Recorder
+from omnimodel.errors import ManifestError, Reason
+from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kind, Kube, KubeError, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +79,17 @@ class Reconciler:
         self._clock = clock
         self._wall = wall
         self.queue: KeyedQueue[Round] = KeyedQueue(self._round, done=self._finished, delay_of=delay_of)
-        self.news = News(cache, self.queue.add, clock)
+        self.nodes = Nodes(kube, self._node_changed)
+        self._troubles = Troubles(kube, clock)
+        self.news = News(cache, self.queue.add, self.nodes.zone, self._troubles.of, clock)
+        self._remains = Remains(cache, writer, self.news, self.nodes, clock, wall)
         writer.changed = self.news.changed
         self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
         self.outdated: Refusal | None = None
         self._states: dict[Key, object] = {}
         self._assigned: dict[Key, tuple[Key, Assigned]] = {}  # model -> pool, and what its round said
-        self._live: dict[Key, frozenset[str]] = {}
+        self._live: dict[Key, frozenset[str]] = {}  # pods that answer
+        self._dead: dict[Key, frozenset[str]] = {}  # pods whose words are no longer theirs
         self._faults: dict[Key, Refusal] = {}
         self._shrinking: dict[Key, float] = {}
         self._bytes_written: dict[Key, float] = {}
@@ -97,11 +104,23 @@ class Reconciler:
                 if not isinstance(pool, OmniPool):
                     continue
                 pods = self.news.views(key, pool)
-                state = tuple((pod.name, pod.serves(now), pod.lost(now), pod.gone(now)) for pod in pods)
+                doubtful = len(self._troubles.doubtful(pods, replicas_of(pool)))
+                state = (
+                    doubtful,
+                    is_steady(pods, now),
+                    *((pod.name, pod.answers(now), pod.lost(now), pod.gone(now)) for pod in pods),
+                )
                 hurry = now - self._shrinking.get(key, now) > HURRY_SECONDS
                 if self._states.get(key) != (state, hurry):
                     self._states[key] = (state, hurry)
                     self.queue.add(("pool", *key))
+            await self._remains.bury()
+
+    def _node_changed(self, node: str) -> None:
+        for (namespace, _), pod in self._cache.items[PODS].items():
+            pool = (pod["metadata"].get("labels") or {}).get(POOL_LABEL)
+            if pool and (pod.get("spec") or {}).get("nodeName") == node:
+                self.queue.add(("pool", namespace, pool))
 
     # Rounds
 
@@ -125,6 +144,9 @@ class Reconciler:
         if isinstance(pool, ManifestError):
             await self._refused(POOLS, key, pool)
             return
+        pods, owner = self.news.views(key, pool), self._cache.get(STATEFUL_SETS, key)
+        if await self._troubles.look(key, pool, pods, replicas_of(pool), owner):
+            self.queue.add(("pool", *key), LOOK_SECONDS)
         decision, snapshot = self._decide_pool(key, pool)
         fault: Refusal | None = self.outdated
         written = False
@@ -143,13 +165,11 @@ class Reconciler:
             decision, snapshot = self._decide_pool(key, pool)
         self._adopt(key, decision, snapshot)
         await self._pool_status(key, decision, snapshot)
-        for entry in list(((self._cache.get(POOLS, key) or {}).get("status") or {}).get("pods") or ()):
-            if self._entry_is_dead(entry["pod"], snapshot.pods):
-                await self._writer.clear_entry(POOLS, key, "pods", entry["pod"])
+        await self._remains.clear(POOLS, key, "pods", key[0], snapshot.pods)
         await self._tell_pool(key, pool, decision, written)
 
     def _decide_pool(self, key: Key, pool: OmniPool) -> tuple[PoolDecision, PoolSnapshot]:
-        item = self._cache.items[POOLS][key]
+        item = self._cache.items[POOLS].get(key) or {}  # it may have gone since the round began
         live = self._cache.get(STATEFUL_SETS, key)
         replicas = None if live is None else int((live.get("spec") or {}).get("replicas", 0))
         now = self._clock()
@@ -179,9 +199,11 @@ class Reconciler:
 
     def _adopt(self, key: Key, decision: PoolDecision, snapshot: PoolSnapshot) -> None:
         """Have a round for each model that the pool says something else of than before."""
-        live = frozenset(pod.name for pod in snapshot.pods if pod.serves(snapshot.now_seconds))
-        all_again = self._live.get(key) != live
-        self._live[key] = live
+        now = snapshot.now_seconds
+        live = frozenset(pod.name for pod in snapshot.pods if pod.answers(now))
+        dead = frozenset(pod.name for pod in snapshot.pods if pod.gone(now) or pod.replaced)
+        all_again = (self._live.get(key), self._dead.get(key)) != (live, dead)
+        self._live[key], self._dead[key] = live, dead
         for view in snapshot.models:
             model: Key = (view.model.metadata.namespace, view.model.metadata.name)
             said = (key, assigned_of(decision, view.model.key))
@@ -202,8 +224,10 @@ class Reconciler:
             self._bytes_written[key] = now
 
     def _pool_gone(self, key: Key) -> None:
-        for memory in (self._live, self._faults, self._shrinking, self._states, self._bytes_written):
+        for memory in (self._live, self._dead, self._faults, self._shrinking, self._states, self._bytes_written):
             memory.pop(key, None)
+        self.news.forget(key)
+        self._troubles.forget(key)
         for model in [model for model, (pool, _) in self._assigned.items() if pool == key]:
             del self._assigned[model]
             self.queue.add(("model", *model))
@@ -239,35 +263,51 @@ class Reconciler:
             return
         if isinstance(model, ManifestError):
             await self._refused(MODELS, key, model)
+            await self._remains.clear(MODELS, key, "residency", None, ())
             return
         pool_key = self._cache.pool_key(key, model.spec.pool)
         pool = self._cache.pool(pool_key) if pool_key is not None else None
         said = self._assigned.get(key)
-        if pool_key is not None and (said is None or said[0] != pool_key):
-            if isinstance(pool, OmniPool):
-                self.queue.add(("pool", *pool_key))  # whose round will come back to this model
-                return
-            said = (pool_key, Assigned(waiting=Refusal("InvalidManifest", f"pool {pool_key[1]} is not valid")))
-        assigned = said[1] if said is not None and pool_key is not None else Assigned()
-        config = await self.references.config(model)
-        decision = self._decide_model(key, model, pool_key, assigned, config)
-        fault: Refusal | None = None
+        known = said is not None and said[0] == pool_key
+        if pool_key is not None and isinstance(pool, OmniPool) and not known:
+            self.queue.add(("pool", *pool_key))  # whose round will come back to this model
+            return
+        assigned = said[1] if said is not None and known else Assigned()
+        config, fault = await self._config(key, model)
+        decision = self._decide_model(key, model, pool_key, assigned, config, fault)
         before = self._cache.process(key)
         try:
             if decision.process is not None and assigned.pods:
                 if await self._writer.process(decision.process):
                     await self._tell_assigned(key, assigned, before)
-            elif not decision.keep and not (pool_key is not None and not isinstance(pool, OmniPool)):
+            elif not decision.keep and not isinstance(pool, ManifestError):
                 await self._writer.delete_process(key)
         except FaultError as error:
-            fault = error.refusal
             self.queue.add(("model", *key), FAULT_SECONDS)
-            decision = self._decide_model(key, model, pool_key, assigned, config, fault)
+            decision = self._decide_model(key, model, pool_key, assigned, config, error.refusal)
         if await self._writer.status(MODELS, key, decision.status) and decision.refusal is not None:
             item = self._cache.items[MODELS].get(key)
             if item is not None:
                 await self._recorder.tell(item, decision.refusal.reason, decision.refusal.message, warning=True)
-        await self._clear_dead(key, pool_key, pool)
+        pods = self.news.views(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
+        await self._remains.clear(MODELS, key, "residency", pool_key[0] if pool_key else None, pods)
+
+    async def _config(
+        self, key: Key, model: OmniModel
+    ) -> tuple[Mapping[str, Mapping[str, Mapping[str, bytes]]], Refusal | None]:
+        """What a model refers to, and why that is not to be had; None when it is.
+
+        Raises:
+            KubeError: it may be had when it is tried again.
+        """
+        try:
+            return await self.references.config(model), None
+        except KubeError as error:
+            fault = fault_of(error)
+            if fault is None:
+                raise
+            self.queue.add(("model", *key), FAULT_SECONDS)
+            return {"configmaps": {}, "secrets": {}}, fault.refusal
 
     def _decide_model(
         self,
@@ -283,9 +323,10 @@ class Reconciler:
         return decide_model(
             ModelSnapshot(
                 model=model,
-                status=self._cache.items[MODELS][key].get("status") or {},
+                status=(self._cache.items[MODELS].get(key) or {}).get("status") or {},
                 process=self._cache.process(key),
                 pool=pool if isinstance(pool, OmniPool) else None,
+                invalid=_invalid(pool_key, pool) if isinstance(pool, ManifestError) else None,
                 pools=[name for _, name in self._cache.items[POOLS]],
                 assigned=assigned,
                 names=names,
@@ -304,22 +345,6 @@ class Reconciler:
             return ()
         processes = (self._cache.process(model) for model in self._cache.models_of(pool) if model != but)
         return {process["spec"]["identity"]["uid"] for process in processes if process is not None}
-
-    def _entry_is_dead(self, pod: str, pods: Sequence[PodView]) -> bool:
-        view = next((view for view in pods if view.name == pod), None)
-        if view is not None:
-            return view.gone(self._clock())
-        # A pod of another pool, that the model was in before, still answers for itself.
-        return not any(name == pod for _, name in self._cache.items[PODS])
-
-    async def _clear_dead(self, key: Key, pool_key: Key | None, pool: object) -> None:
-        entries = ((self._cache.get(MODELS, key) or {}).get("status") or {}).get("residency") or ()
-        if not entries:
-            return
-        pods = self.news.views(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
-        for entry in list(entries):
-            if self._entry_is_dead(entry["pod"], pods):
-                await self._writer.clear_entry(MODELS, key, "residency", entry["pod"])
 
     # Events
 
@@ -346,6 +371,11 @@ class Reconciler:
             model = self._cache.items[MODELS].get(_key_of(move.model))
             if model is not None:
                 await self._recorder.tell(model, "Moving", move.message)
+
+
+def _invalid(key: Key | None, error: ManifestError) -> Refusal:
+    name = key[1] if key is not None else ""
+    return Refusal(Reason.INVALID_MANIFEST, f"pool {name} is not valid: {error.field}: {error.problem}; correct it")
 
 
 def _key_of(text: str) -> Key:

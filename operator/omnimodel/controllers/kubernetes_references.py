@@ -10,7 +10,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omnimodel.api import OmniModel
@@ -92,10 +92,6 @@ class References:
         """A model is gone."""
         self._use(user, frozenset())
 
-    def version(self, user: Key) -> tuple[str, ...]:
-        """Differs when something changed that a model refers to."""
-        return tuple(sorted(self._known[r].version for r in self._of_user.get(user, ()) if r in self._known))
-
     def _use(self, user: Key, wanted: frozenset[Reference]) -> None:
         for reference in self._of_user.pop(user, frozenset()) - wanted:
             users = self._users[reference]
@@ -131,7 +127,9 @@ class References:
                     fresh = await self._look(reference)
                 except KubeError as error:
                     log.warning("reference not read kind=%s name=%s error=%s", reference[0].name, reference[2], error)
-                    break
+                    if self._known.get(reference) is known:  # the others are not to wait for it
+                        self._known[reference] = replace(known, looked_seconds=now)
+                    continue
                 if fresh.version != known.version:
                     log.info("reference changed kind=%s namespace=%s name=%s", reference[0].name, *reference[1:])
                     for user in sorted(self._users.get(reference, ())):

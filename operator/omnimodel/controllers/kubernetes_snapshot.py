@@ -13,7 +13,7 @@ from typing import Any
 from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
 from omnimodel.controllers.decisions import demand_of, rendered
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_children, replicas_of, selector_of
-from omnimodel.controllers.kubernetes_pods import PodView, problems_of, supply_of
+from omnimodel.controllers.kubernetes_pods import PodView, is_steady, problem_of, problems_of, supply_of
 from omnimodel.controllers.status import (
     Refusal,
     condition_list,
@@ -93,21 +93,24 @@ class PoolDecision:
         children: in the order in which they are made.
         placement: of its models.
         status: without the entries of pods, which are the agents'.
-        waiting: what models without a report wait for; None when nothing is known to be wrong.
+        waiting: what models without a report wait for while no pod answers; None when one does.
+        away: pods that do not answer, and why.
     """
 
     children: tuple[Child, ...]
     placement: Placement
     status: Status
     waiting: Refusal | None
+    away: Mapping[str, Refusal]
 
 
 def decide_pool(snapshot: PoolSnapshot, settings: AgentSettings) -> PoolDecision:
     """What a pool should have, where its models go, and what to say of it."""
     pool, now = snapshot.pool, snapshot.now_seconds
     replicas = replicas_of(pool)
-    supplies = [supply_of(pod, replicas, now) for pod in snapshot.pods]
-    serving = {pod.name for pod in snapshot.pods if pod.serves(now)}
+    steady = is_steady(snapshot.pods, now)
+    supplies = [supply_of(pod, replicas, now, steady=steady) for pod in snapshot.pods]
+    serving = {pod.name for pod in snapshot.pods if pod.answers(now)}
     limit = pool.spec.overcommit.limit if pool.spec.overcommit else 0.0
     supply = PoolSupply(pool.metadata.name, 0, limit, tuple(pod.name for pod in supplies))
     placement = place([_demand(view, serving) for view in snapshot.models], supply, supplies)
@@ -122,7 +125,15 @@ def decide_pool(snapshot: PoolSnapshot, settings: AgentSettings) -> PoolDecision
         placement=placement,
         status=_pool_status(snapshot, placement, replicas, serving, problem),
         waiting=_waiting(pool, serving, problem, snapshot.fault),
+        away={pod.name: _why_away(pod, now) for pod in snapshot.pods if pod.name not in serving},
     )
+
+
+def _why_away(pod: PodView, now_seconds: float) -> Refusal:
+    problem = problem_of(pod, now_seconds)
+    if problem is not None:
+        return problem[0]
+    return Refusal("Pending", f"{pod.name} is being replaced" if pod.ending else f"it waits for {pod.name} to answer")
 
 
 def _demand(view: ModelView, serving: Collection[str]) -> PodDemand:
@@ -152,7 +163,7 @@ def _waiting(
         return Refusal(fault.reason, f"pool {pool.metadata.name}: {fault.message}")
     if problem is not None:
         return Refusal(problem[0].reason, f"pool {pool.metadata.name} does not serve: {problem[0].message}")
-    return Refusal("Pending", f"it waits for a pod of pool {pool.metadata.name} to serve")
+    return Refusal("Pending", f"it waits for a pod of pool {pool.metadata.name} to answer")
 
 
 def _pool_status(
@@ -164,7 +175,8 @@ def _pool_status(
 ) -> Status:
     pool = snapshot.pool
     wanted = [pod for pod in snapshot.pods if pod.index < replicas]
-    ready = sum(pod.name in serving and bool(pod.entry.get("ready", True)) for pod in wanted)
+    ready = sum(pod.ready and pod.name in serving and bool(pod.entry.get("ready", True)) for pod in wanted)
+    busy = [pod.name for pod in wanted if pod.name in serving and not pod.ready]
     entries = [pod.entry for pod in snapshot.pods if pod.entry and not pod.gone(snapshot.now_seconds)]
     report = pool_report(pool.metadata.name, entries)
     status = pool_status(
@@ -179,7 +191,7 @@ def _pool_status(
         devices=pool.spec.device.count * replicas,
     )
     if snapshot.fault is None:
-        reason, message, abnormal = _pool_verdict(pool, replicas, ready, problem)
+        reason, message, abnormal = _pool_verdict(pool, replicas, ready, busy, problem)
         conditions = [
             ("Ready", "False" if abnormal else "True", reason, message),
             *(
@@ -196,17 +208,26 @@ def _pool_status(
 
 
 def _pool_verdict(
-    pool: OmniPool, replicas: int, ready: int, problem: tuple[Refusal, bool] | None
+    pool: OmniPool, replicas: int, ready: int, busy: Sequence[str], problem: tuple[Refusal, bool] | None
 ) -> tuple[str, str, str]:
-    """Reason, message, and the abnormal condition that is true; empty when none is."""
+    """Reason, message, and the abnormal condition that is true; empty when none is.
+
+    Args:
+        pool: which.
+        replicas: pods that it asks for.
+        ready: pods that are ready.
+        busy: pods that answer, and have models that they are still to make ready.
+        problem: of its pods, and whether a person has to solve it.
+    """
     if replicas == 0:
         return "ScaledToZero", "it is asked for no pods (spec.replicas: 0)", ""
     if ready >= replicas:
-        return "Serving", f"{ready} of {replicas} pods serve", ""
+        return "Serving", f"{ready} of {replicas} pods are ready", ""
     if problem is not None:
         refusal, stalled = problem
         return refusal.reason, refusal.message, "Stalled" if stalled else "Reconciling"
-    return "Starting", f"{ready} of {replicas} pods of pool {pool.metadata.name} serve", "Reconciling"
+    first = f"; {', '.join(busy)} makes its first models ready" if busy else ""
+    return "Starting", f"{ready} of {replicas} pods of pool {pool.metadata.name} are ready{first}", "Reconciling"
 
 
 @dataclass(frozen=True)
@@ -223,12 +244,14 @@ class Assigned:
 def assigned_of(decision: PoolDecision, key: str) -> Assigned:
     """The part of a pool's decision that concerns a model."""
     placement = decision.placement
+    pods = placement.pods.get(key, ())
+    away = [decision.away[pod] for pod in pods if pod in decision.away]
     return Assigned(
-        pods=placement.pods.get(key, ()),
+        pods=pods,
         why=placement.why.get(key),
         refusal=next((finding for finding in placement.refused if finding.model == key), None),
         notes=tuple(finding for finding in placement.warnings if finding.model == key),
-        waiting=decision.waiting,
+        waiting=decision.waiting or (away[0] if away and len(away) == len(pods) else None),
     )
 
 
@@ -241,11 +264,12 @@ class ModelSnapshot:
         status: its status.
         process: its OmniProcess; None when it has none.
         pool: that it means; None when there is none.
+        invalid: why there is a pool and it cannot be used.
         pools: names of the pools that there are, for the message.
         assigned: by the pool.
         names, lost: served names that it may have, and what to say of the others.
         config: what it refers to.
-        live: pods that serve.
+        live: pods that answer.
         fault: why no process can be written at all; None when it can.
         taken: user ids of other models of the pool.
         unix_seconds: the time of day.
@@ -255,6 +279,7 @@ class ModelSnapshot:
     status: Mapping[str, Any]
     process: Mapping[str, Any] | None
     pool: OmniPool | None
+    invalid: Refusal | None
     pools: Sequence[str]
     assigned: Assigned
     names: tuple[str, ...]
@@ -315,7 +340,7 @@ def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
         now_seconds=snapshot.unix_seconds,
         notes=notes,
         served_names=snapshot.names,
-        pending=assigned.waiting or _unheard(snapshot),
+        pending=assigned.waiting,
     )
     del status["residency"]
     status.pop("footprint", None)
@@ -335,6 +360,8 @@ def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
         return None  # said by its own condition
     if snapshot.fault is not None:
         return snapshot.fault
+    if snapshot.invalid is not None:
+        return snapshot.invalid
     if snapshot.pool is None:
         known = ", ".join(sorted(set(snapshot.pools))) or "none"
         message = f"asks for pool {model.spec.pool}, which does not exist; pools: {known}"
@@ -347,14 +374,6 @@ def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
         return Refusal(Reason.TOO_LARGE, message)
     finding = snapshot.assigned.refusal
     return None if finding is None else Refusal(finding.reason, finding.message)
-
-
-def _unheard(snapshot: ModelSnapshot) -> Refusal | None:
-    """Why an assigned model has no report that counts, although other pods of the pool serve."""
-    pods = snapshot.assigned.pods
-    if pods and not set(pods) & set(snapshot.live):
-        return Refusal(Reason.AGENT_SILENT, f"{', '.join(pods)} does not serve at the moment")
-    return None
 
 
 def process_body(process: OmniProcess, pool: OmniPool | None, pods: Sequence[str]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 from omnimodel.controllers.kubernetes_cache import Cache, Key, version_of
 from omnimodel.controllers.kubernetes_children import Child, differences, owned_by
 from omnimodel.controllers.kubernetes_health import Hearing
+from omnimodel.controllers.kubernetes_pods import PodView, speaks_for
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
-from omnimodel.kube import POOLS, PROCESSES, Kind, Kube, KubeError, key_of
+from omnimodel.kube import LEASES, PODS, POOLS, PROCESSES, Kind, Kube, KubeError, key_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Writer:
         try:
             answer = await self._kube.apply(kind, body, manager=MANAGER)
         except KubeError as error:
-            raise _fault_of(error) or error from error
+            raise fault_of(error) or error from error
         # What the API server changes in what it was given would be applied for ever.
         left = tuple(differences(body, answer))
         if left:
@@ -130,7 +131,7 @@ class Writer:
                 self._guard()
                 answer = await self._kube.merge(PROCESSES, key[1], key[0], {"spec": excess})
         except KubeError as error:
-            raise _fault_of(error) or error from error
+            raise fault_of(error) or error from error
         self._took(PROCESSES, answer)
         lost = [name for name, value in body["spec"].items() if value is not None and name not in answer["spec"]]
         if lost:
@@ -164,11 +165,33 @@ class Writer:
         self._took(kind, answer)
         return True
 
+    async def is_replaced(self, namespace: str | None, pod: PodView) -> bool:
+        """Whether a pod's own agent has not been heard of even now, so that what is said of it is by its predecessor.
+
+        An agent renews its lease before it writes anything else, and news of the lease may come after news of that.
+        """
+        if namespace is None or pod.item is None:
+            return False
+        lease = await self._kube.get(LEASES, pod.name, namespace)
+        return lease is None or not speaks_for(lease, pod.item)
+
+    async def bury(self, key: Key, pod: Mapping[str, Any]) -> None:
+        """Delete the object of a pod that nobody ends any more, and no successor of it."""
+        self._guard()
+        await self._kube.delete(PODS, key[1], key[0], uid=pod["metadata"]["uid"], grace_seconds=0)
+        log.warning("pod buried namespace=%s name=%s node=%s", *key, (pod.get("spec") or {}).get("nodeName", ""))
+
     async def clear_entry(self, kind: Kind, key: Key, field: str, pod: str) -> None:
         """Take back what the agent of a pod that is gone said of an object, in that agent's place."""
         self._guard()
+        live = self._cache.get(kind, key)
+        if live is None:
+            return
+        seen = str(live["metadata"].get("resourceVersion", ""))
+        manager = f"omni-agent.{pod}"
         try:
-            answer = await self._kube.patch_status(kind, key[1], key[0], {}, manager=f"omni-agent.{pod}")
+            # Of the very object that was looked at: what an agent that came back has written since stays.
+            answer = await self._kube.patch_status(kind, key[1], key[0], {}, manager=manager, resource_version=seen)
             entries = (answer.get("status") or {}).get(field) or []
             index = next((index for index, entry in enumerate(entries) if entry.get("pod") == pod), None)
             if index is not None:  # a foreign hand wrote it
@@ -179,6 +202,8 @@ class Writer:
         except KubeError as error:
             if error.missing:
                 return
+            if error.conflict:
+                raise LaterError(f"{kind.name} {key[1]} has changed") from error
             raise
         self._took(kind, answer)
         log.info("entry cleared kind=%s namespace=%s name=%s pod=%s", kind.name, *key, pod)
@@ -189,10 +214,14 @@ def _of_a_pool(item: Mapping[str, Any]) -> bool:
     return any(owner.get("kind") == POOLS.name and owner.get("apiVersion") == POOLS.api_version for owner in owners)
 
 
-def _fault_of(error: KubeError) -> FaultError | None:
+def fault_of(error: KubeError) -> FaultError | None:
+    """What only a person can change; None for everything else."""
     if error.status == 403:
         return FaultError(
-            Refusal(Reason.NOT_ALLOWED, f"{error.problem}; upgrade the chart, or add the namespace to it")
+            Refusal(
+                Reason.NOT_ALLOWED,
+                f"{error.problem}; upgrade the chart, or list the namespace in its `namespaces` or `agent.namespaces`",
+            )
         )
     if error.invalid:
         return FaultError(Refusal(Reason.INVALID_MANIFEST, error.problem))

@@ -6,11 +6,11 @@ The package `kubernetes` is imported here and nowhere else.
 
 from __future__ import annotations
 
-from omnimodel.kube.client import Calls, Kube, KubeError, Page
+from omnimodel.kube.client import Calls, Kube, Page
 from omnimodel.kube.election import Election
+from omnimodel.kube.error import KubeError
 from omnimodel.kube.events import Recorder
 from omnimodel.kube.kinds import (
-    CLAIMS,
     CONFIG_MAPS,
     DEFINITIONS,
     DISRUPTION_BUDGETS,
@@ -30,7 +30,6 @@ from omnimodel.kube.kinds import (
 from omnimodel.kube.watch import Changed, Listed, Mirror, follow
 
 __all__ = [
-    "CLAIMS",
     "CONFIG_MAPS",
     "DEFINITIONS",
     "DISRUPTION_BUDGETS",

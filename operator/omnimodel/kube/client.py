@@ -21,6 +21,7 @@ from kubernetes.aio import client as api
 from kubernetes.aio import config as loading
 
 from omnimodel.errors import OmniError
+from omnimodel.kube.error import KubeError, refused, suppress_missing, unreachable
 from omnimodel.kube.kinds import Kind
 
 log = logging.getLogger(__name__)
@@ -38,51 +39,6 @@ _DISCOVERY = Kind("", "", "discovery", "", namespaced=False)
 
 Object = Mapping[str, Any]
 Calls = Counter[tuple[str, str]]  # verb and plural -> requests
-
-
-class KubeError(OmniError):
-    """The API server refused, or was not there.
-
-    Args:
-        status: HTTP status; 0 when no answer came.
-        cause: the API's own reason, such as `AlreadyExists`.
-        retry_after_seconds: what the server asks for; 0 for nothing.
-    """
-
-    def __init__(
-        self,
-        subject: str,
-        problem: str,
-        cure: str = "",
-        *,
-        status: int,
-        cause: str = "",
-        retry_after_seconds: float = 0,
-    ) -> None:
-        super().__init__(subject, problem, cure)
-        self.status = status
-        self.cause = cause
-        self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def missing(self) -> bool:
-        """There is no such object, or no such kind."""
-        return self.status == HTTPStatus.NOT_FOUND
-
-    @property
-    def conflict(self) -> bool:
-        """Someone else wrote at the same time, or has it already."""
-        return self.status == HTTPStatus.CONFLICT
-
-    @property
-    def gone(self) -> bool:
-        """The version asked for is too old: list again."""
-        return self.status == HTTPStatus.GONE
-
-    @property
-    def invalid(self) -> bool:
-        """The object itself is not accepted; sending it again does not help."""
-        return self.status in {HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY}
 
 
 @dataclass(frozen=True)
@@ -215,30 +171,41 @@ class Kube:
         return await self._apply(kind, body, "", manager, force=force)
 
     async def patch_status(
-        self, kind: Kind, name: str, namespace: str, status: Object, *, manager: str
+        self, kind: Kind, name: str, namespace: str, status: Object, *, manager: str, resource_version: str = ""
     ) -> dict[str, Any]:
         """Server-side apply of a status: what this manager says, and nothing else of it.
 
         An empty status takes back everything that the manager ever said. It makes no object that is not there.
 
-        Raises:
-            KubeError: `missing` when there is no such object.
-        """
-        body = {"metadata": {"name": name, "namespace": namespace}, "status": status}
-        return await self._apply(kind, body, "status", manager, force=True)
+        Args:
+            kind, name, namespace: of the object.
+            status: what to say.
+            manager: the field manager.
+            resource_version: write only if the object still is that one; empty for whatever it is.
 
-    async def _apply(self, kind: Kind, body: Object, subresource: str, manager: str, *, force: bool) -> dict[str, Any]:
+        Raises:
+            KubeError: `missing` when there is no such object, `conflict` when it is another one by now.
+        """
+        metadata = {"name": name, "namespace": namespace}
+        if resource_version:
+            body = {"metadata": {**metadata, "resourceVersion": resource_version}, "status": status}
+            return await self._apply(kind, body, "status", manager, force=True, attempts=1)
+        return await self._apply(kind, {"metadata": metadata, "status": status}, "status", manager, force=True)
+
+    async def _apply(
+        self, kind: Kind, body: Object, subresource: str, manager: str, *, force: bool, attempts: int = CONFLICTS
+    ) -> dict[str, Any]:
         metadata = body["metadata"]
         path = kind.path(metadata.get("namespace", ""), metadata["name"], subresource)
         query = {"fieldManager": manager, **({"force": "true"} if force else {})}
         whole = {**body, "apiVersion": kind.api_version, "kind": kind.name}
         verb = "apply-status" if subresource else "apply"
-        for attempt in range(CONFLICTS):
+        for attempt in range(attempts):
             try:
                 return await self._ask(verb, "PATCH", kind, path, query, whole, APPLY)
             except KubeError as error:
                 # Forced, a conflict is a race of two requests, not one of owners (keycloak#43198).
-                if not (error.conflict and force) or attempt == CONFLICTS - 1:
+                if not (error.conflict and force) or attempt == attempts - 1:
                     raise
                 await asyncio.sleep(random.uniform(0.02, 0.1) * 2**attempt)  # noqa: S311 - spreads, hides nothing
         raise AssertionError("unreachable")
@@ -292,16 +259,21 @@ class Kube:
         verb = "patch-status" if subresource else "patch"
         await self._ask(verb, "PATCH", kind, kind.path(namespace, name, subresource), {}, steps, JSON_PATCH)
 
-    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
+    async def delete(
+        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace_seconds: int | None = None
+    ) -> None:
         """Delete an object, and in the background what it owns. Nothing happens when it is not there.
 
         Args:
             kind, name, namespace: of the object.
             uid: delete that one only, not a successor of the same name.
+            grace_seconds: of a pod; its own when None, and with 0 it is not waited for that its node ends it.
         """
         options: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
         with suppress_missing(also_conflict=bool(uid)):
             await self._ask("delete", "DELETE", kind, kind.path(namespace, name), {}, options, JSON)
 
@@ -319,7 +291,7 @@ class Kube:
             try:
                 answer: dict[str, Any] = json.loads(await response.read())
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                raise _unreachable(path, error) from error
+                raise unreachable(path, error) from error
             return answer
 
     @asynccontextmanager
@@ -336,7 +308,10 @@ class Kube:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         self.calls[verb, kind.plural] += 1
         headers = {"Accept": JSON, "Content-Type": content, "User-Agent": self._client.user_agent}
-        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        try:
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        except (loading.ConfigException, OSError, ValueError) as error:  # a token that could not be read or renewed
+            raise unreachable(path, error) from error
         url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         timeout = aiohttp.ClientTimeout(total=total_seconds, sock_connect=10.0)
         try:
@@ -345,14 +320,14 @@ class Kube:
             )
             response: aiohttp.ClientResponse = answer.response if hasattr(answer, "response") else answer
         except api.ApiException as error:
-            raise _refused(path, error.status or 0, error.body, error.headers or {}) from error
+            raise refused(path, error.status or 0, error.body, error.headers or {}) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _unreachable(path, error) from error
+            raise unreachable(path, error) from error
         try:
             if response.status >= HTTPStatus.BAD_REQUEST:
                 with suppress(aiohttp.ClientError, TimeoutError):
-                    raise _refused(path, response.status, await response.read(), response.headers)
-                raise _refused(path, response.status, b"", response.headers)
+                    raise refused(path, response.status, await response.read(), response.headers)
+                raise refused(path, response.status, b"", response.headers)
             yield response
         finally:
             response.close() if total_seconds is None else response.release()
@@ -373,38 +348,3 @@ def _in_cluster() -> bool:
 def selectors(labels: str, fields: str) -> dict[str, str]:
     """Query parameters of selectors."""
     return {**({"labelSelector": labels} if labels else {}), **({"fieldSelector": fields} if fields else {})}
-
-
-class suppress_missing:  # noqa: N801 - reads as contextlib.suppress does
-    """Let it pass that an object is not there, or is another one than was meant."""
-
-    def __init__(self, *, also_conflict: bool = False) -> None:
-        self._also_conflict = also_conflict
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        return isinstance(error, KubeError) and (error.missing or (self._also_conflict and error.conflict))
-
-
-def _refused(path: str, status: int, body: bytes | str | None, headers: Mapping[str, str]) -> KubeError:
-    try:
-        answer = json.loads(body or b"")
-    except ValueError:
-        answer = {}
-    answer = answer if isinstance(answer, dict) else {}
-    details = answer.get("details") or {}
-    seconds = headers.get("Retry-After") or details.get("retryAfterSeconds") or 0
-    return KubeError(
-        f"Kubernetes {path}",
-        answer.get("message") or f"answered with status {status}",
-        status=status,
-        cause=str(answer.get("reason", "")),
-        retry_after_seconds=float(seconds) if str(seconds).replace(".", "", 1).isdigit() else 0,
-    )
-
-
-def _unreachable(path: str, error: BaseException) -> KubeError:
-    what = str(error) or type(error).__name__
-    return KubeError(f"Kubernetes {path}", f"the API server does not answer ({what})", status=0)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from omnimodel.kube.client import Kube, KubeError
+from omnimodel.kube.client import Kube
+from omnimodel.kube.error import KubeError
 from omnimodel.kube.kinds import EVENTS
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from typing import Any
 import aiohttp
 
 from omnimodel.errors import OmniError
-from omnimodel.kube.client import Kube, KubeError, selectors
+from omnimodel.kube.client import Kube, selectors
+from omnimodel.kube.error import KubeError
 from omnimodel.kube.kinds import Kind, key_of
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Mirror:
         kube: the connection.
         kind, namespace, labels, fields: of the objects, see `follow`.
         on_change: called with key, object before and object after; None for none. It must not block.
+        on_synced: called once, when everything was listed, also when that was nothing.
         trim: what to keep of an object; all when None.
         clock: monotonic.
     """
@@ -135,6 +137,7 @@ class Mirror:
         labels: str = "",
         fields: str = "",
         on_change: Listener | None = None,
+        on_synced: Callable[[], None] | None = None,
         trim: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         silence_seconds: float = SILENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -145,6 +148,7 @@ class Mirror:
         self._labels = labels
         self._fields = fields
         self._on_change = on_change
+        self._on_synced = on_synced
         self._trim = trim
         self._silence_seconds = silence_seconds
         self._clock = clock
@@ -195,7 +199,10 @@ class Mirror:
                         self._put(key, None)
                     for key, item in fresh.items():
                         self._put(key, item)
+                    first = not self._synced.is_set()
                     self._synced.set()
+                    if first and self._on_synced is not None:
+                        self._on_synced()
                 case Changed("DELETED", item) if item is not None:
                     self._put(key_of(item), None)
                 case Changed(_, item) if item is not None:

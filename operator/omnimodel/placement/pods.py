@@ -268,12 +268,15 @@ def _stay_until_served(board: _Board, demand: PodDemand) -> None:
 _HOPE = (Reason.OVER_COMMIT_LIMIT, Reason.SHARES_WITH_KEPT, Reason.TOO_LARGE)
 
 
-def _preference(board: _Board, demand: PodDemand, pod: PodSupply) -> tuple[bool, bool, bool, bool, bool, int, int, str]:
+def _preference(
+    board: _Board, demand: PodDemand, pod: PodSupply
+) -> tuple[bool, bool, bool, bool, bool, bool, int, int, str]:
     taken = [board.pods[name] for name in board.chosen.get(demand.model.key, ())]
     total = board.bytes[pod.name] + demand.model.footprint_bytes
     return (
-        pod.lost,  # an agent that answers
-        not pod.ready,  # and serves
+        not pod.ready,  # an agent that answers
+        pod.name not in demand.current,  # where it was: moving from one that is away to another helps nobody
+        pod.lost,  # one that may still come
         bool(pod.zone) and pod.zone in {other.zone for other in taken},  # in a zone of its own
         bool(pod.budget_bytes) and total > pod.budget_bytes,  # where all models are resident at once
         not demand.image or demand.image not in pod.images,  # where its image is already

@@ -1,0 +1,180 @@
+"""Pods that come, publish, fall silent, and are replaced: what is Ready meanwhile, and that little moves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kube.agents import Agents
+from kube.world import World, conditions, is_ready, model, pool, until
+from omnimodel.controllers import kubernetes_pods, kubernetes_reconcile
+from omnimodel.controllers.kubernetes_pods import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, PodView, is_stuck
+from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES
+
+ENTRY = {"pod": "gpu-0", "ready": True, "budgetBytes": 1}
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that takes a pod for lost within a second, and for silent when its agent misses one heartbeat."""
+    monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 8.0)
+    monkeypatch.setattr(kubernetes_pods, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(kubernetes_pods, "BACK_SECONDS", 1.0)
+    monkeypatch.setattr(kubernetes_reconcile, "TICK_SECONDS", 0.2)
+
+
+def placed(world: World) -> dict[str, list[str]]:
+    return {name: item["spec"]["pods"] for name, item in world.all(PROCESSES).items()}
+
+
+async def test_models_are_ready_one_by_one_and_a_pod_that_publishes_loses_none(
+    world: World, agents: Agents, start, hasty
+) -> None:
+    await start()
+    agents.publishing |= {"b", "d"}
+    await world.apply(pool("gpu", world.namespace, replicas=2), *(model(name, world.namespace) for name in "abcd"))
+    await world.ready("a", "c")
+    where = placed(world)
+    status = world.see(POOLS, "gpu")["status"]
+    assert status["readyReplicas"] < 2, "the kubelet waits for all models"
+    await until(lambda: conditions(world.see(POOLS, "gpu")).get("Reconciling") == ("True", "Starting"), "it says so")
+    await until(lambda: conditions(world.see(MODELS, "b"))["Ready"] == ("False", "Publishing"), "and the model")
+    await asyncio.sleep(3.0)  # three times what makes a pod lost
+    assert placed(world) == where
+    assert is_ready(world.see(MODELS, "a"))
+    agents.publishing.clear()
+    await world.ready("b", "d")
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pool is Ready")
+    assert placed(world) == where
+
+
+async def test_a_pod_that_is_still_to_come_is_waited_for_unless_it_cannot(
+    world: World, agents: Agents, start, hasty
+) -> None:
+    await start()
+    agents.silent |= {"gpu-0", "gpu-1"}
+    await world.apply(
+        pool("gpu", world.namespace, replicas=2), model("a", world.namespace), model("b", world.namespace)
+    )
+    await until(lambda: sorted(placed(world).values()) == [["gpu-0"], ["gpu-1"]], "each has one")
+    where = placed(world)
+    agents.silent.discard("gpu-0")
+    (first,) = [name for name, pods in where.items() if pods == ["gpu-0"]]
+    await world.ready(first)
+    await asyncio.sleep(2.5)
+    assert placed(world) == where, "the other pod may be pulling its image"
+    body = {
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}]
+    }
+    await world.kube.patch_status(PODS, "gpu-1", world.namespace, body, manager="kubelet")
+    await until(lambda: set(map(tuple, placed(world).values())) == {("gpu-0",)}, "it cannot come: its model moves")
+    await world.ready("a", "b")
+
+
+async def test_a_replaced_pod_does_not_answer_for_the_one_before(world: World, agents: Agents, start) -> None:
+    await start()
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
+    await world.ready("a")
+    uid = world.see(PODS, "gpu-0")["metadata"]["uid"]
+    agents.silent.add("gpu-0")
+    await world.kube.delete(PODS, "gpu-0", world.namespace, grace_seconds=0)
+    await until(lambda: (p := world.see(PODS, "gpu-0")) and p["metadata"]["uid"] != uid, "another pod of its name")
+    await until(lambda: not world.see(MODELS, "a")["status"].get("residency"), "the old pod's entry is taken back")
+    await until(lambda: not world.see(POOLS, "gpu")["status"].get("pods"), "the pool's too")
+    await until(lambda: conditions(world.see(MODELS, "a"))["Ready"][0] == "Unknown", "it is not Ready")
+    agents.silent.clear()
+    await world.ready("a")
+    assert placed(world) == {"a": ["gpu-0"]}
+
+
+async def test_agents_that_are_all_silent_and_come_back_keep_what_they_had(
+    world: World, agents: Agents, start, hasty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """seldon#5032: nothing was loaded when the servers came back."""
+    await start()
+    await world.apply(pool("gpu", world.namespace, replicas=2))
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "both pods are ready")
+    await world.apply(*(model(name, world.namespace) for name in "abc"))
+    await world.ready("a", "b", "c")
+    where = placed(world)
+    agents.silent |= {"gpu-0", "gpu-1"}
+    for name in where:
+        await until(lambda name=name: conditions(world.see(MODELS, name))["Ready"][0] == "Unknown", "nobody answers")
+    await until(lambda: not world.see(POOLS, "gpu")["status"].get("pods"), "what they said is taken back")
+    assert placed(world) == where
+    message = next(c for c in world.see(POOLS, "gpu")["status"]["conditions"] if c["type"] == "Ready")["message"]
+    version = world.see(POOLS, "gpu")["metadata"]["resourceVersion"]
+    assert "has not been heard of since 2" in message
+    await asyncio.sleep(2.0)
+    assert world.see(POOLS, "gpu")["metadata"]["resourceVersion"] == version, "time alone changes nothing in it"
+    monkeypatch.setattr(kubernetes_pods, "BACK_SECONDS", 30.0)  # one comes back before the other
+    agents.silent.discard("gpu-0")
+    await world.ready(*(name for name, pods in where.items() if pods == ["gpu-0"]))
+    agents.silent.discard("gpu-1")
+    await world.ready("a", "b", "c")
+    assert placed(world) == where
+
+
+async def test_replicas_are_spread_over_the_zones_of_their_nodes(
+    world: World, agents: Agents, start, node: Any
+) -> None:
+    zones = {"gpu-0": "a", "gpu-1": "a", "gpu-2": "b"}
+    nodes = {pod: await node(zone) for pod, zone in zones.items()}
+    await start()
+    await world.apply(pool("gpu", world.namespace, replicas=3))
+    for pod, name in nodes.items():
+        await until(lambda pod=pod: world.see(PODS, pod), "the pod")
+        await world.bind(pod, name)
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pods are ready")
+    await world.apply(model("m", world.namespace, replicas={"min": 2}))
+    await world.ready("m")
+    assert placed(world)["m"] in (["gpu-0", "gpu-2"], ["gpu-1", "gpu-2"])
+
+
+def view(*, phase: str = "Running", ready: bool = False, heard: float | None = 0.0, **more: Any) -> PodView:
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    item = {"metadata": {"name": "gpu-0", "uid": "u"}, "status": {"phase": phase, "conditions": conditions}}
+    return PodView(**{"name": "gpu-0", "index": 0, "item": item, "entry": ENTRY, "heard_seconds": heard,
+                      "away_seconds": None, **more})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pod", "now", "answers", "lost"),
+    [
+        pytest.param(view(), 1.0, True, False, id="it publishes: the kubelet does not say ready"),
+        pytest.param(view(entry={}), 1.0, False, False, id="its agent has said nothing yet"),
+        pytest.param(
+            view(entry={}, heard=99.0, first_seconds=99.0, away_seconds=0.0),
+            100.0,
+            False,
+            False,
+            id="it is heard of at last, and says what it has in a moment",
+        ),
+        pytest.param(view(phase="Pending", heard=None, away_seconds=0.0), 99.0, False, False, id="its image is pulled"),
+        pytest.param(view(heard=None, away_seconds=0.0), START_SECONDS + 1, False, True, id="it never comes"),
+        pytest.param(view(away_seconds=41.0), SILENT_SECONDS + 2, False, False, id="silent for a moment"),
+        pytest.param(view(away_seconds=41.0), 42 + LOST_SECONDS, False, True, id="silent for long"),
+        pytest.param(view(item=None, heard=None, away_seconds=0.0), 99.0, False, False, id="to be made anew"),
+    ],
+)
+def test_what_a_pod_is_taken_for(pod: PodView, now: float, answers: bool, lost: bool) -> None:
+    assert (pod.answers(now), pod.lost(now)) == (answers, lost)
+
+
+@pytest.mark.parametrize(
+    ("silent", "node_lost", "after_seconds", "stuck"),
+    [
+        pytest.param(True, True, 61, True, id="nobody ends it"),
+        pytest.param(True, True, 59, False, id="its grace period is hardly over"),
+        pytest.param(False, True, 999, False, id="its agent is heard of"),
+        pytest.param(True, False, 999, False, id="its kubelet is there"),
+    ],
+)
+def test_a_pod_is_buried_only_when_nobody_else_can(
+    silent: bool, node_lost: bool, after_seconds: int, stuck: bool
+) -> None:
+    pod = {"metadata": {"name": "gpu-0", "deletionTimestamp": "1970-01-01T00:10:00Z"}}
+    assert is_stuck(pod, silent=silent, node_lost=node_lost, unix_seconds=600.0 + after_seconds) is stuck
+    assert not is_stuck({"metadata": {"name": "gpu-0"}}, silent=True, node_lost=True, unix_seconds=1e9)
