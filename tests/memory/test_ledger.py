@@ -54,6 +54,32 @@ def test_frames_that_do_not_exist_yet_cannot_be_granted(device):
     assert device.promised("default/a").frames == 3
 
 
+def test_host_memory_over_its_budget_is_told_as_it_is_and_grants_nothing():
+    host = Ledger(160, 100, FRAME).host
+    host.hold("image a", Kind.ARENA, 60)
+    host.set("default/a", Kind.PROCESS, 70)
+    assert (host.held_bytes(), host.free_bytes, host.snapshot().free_bytes) == (130, -30, -30)
+    with pytest.raises(LedgerError, match="-30 of 100 are free"):
+        host.hold("image b", Kind.ARENA, 1)
+    host.hold("default/b", Kind.PROCESS, 0)
+    host.set("default/a", Kind.PROCESS, 80)
+    assert host.free_bytes == -40
+    host.give_back("image a", Kind.ARENA)
+    host.hold("image b", Kind.ARENA, 20)
+    assert host.free_bytes == 0
+    host.resize(50)
+    assert (host.held_bytes(), host.free_bytes) == (100, -50)
+
+
+def test_the_device_is_never_over_its_budget(device):
+    device.set("default/a", Kind.WORKING, 100)
+    with pytest.raises(LedgerError, match="61 more bytes"):
+        device.set("default/b", Kind.WORKING, 61)
+    with pytest.raises(LedgerError, match="cannot become 99 bytes while 100 are held"):
+        device.resize(99)
+    assert device.held_bytes() == 100
+
+
 def test_nothing_can_be_granted_that_was_not_promised(device):
     with pytest.raises(LedgerError, match="nothing"):
         device.grant("default/a")
@@ -125,6 +151,24 @@ def test_a_budget_grows_and_shrinks_down_to_what_is_held():
         account.resize(59)
     account.resize(60)
     assert account.free_bytes == 0
+
+
+def test_what_processes_were_measured_to_hold_is_told_although_it_is_more_than_there_is():
+    host = Ledger(160, 100, FRAME).host
+    host.set("default/a", Kind.PROCESS, 70)
+    host.set("default/b", Kind.PROCESS, 50)
+    assert host.snapshot().held == {"default/a": {Kind.PROCESS: 70}, "default/b": {Kind.PROCESS: 50}}
+    assert host.free_bytes == -20
+    host.hold("default/c", Kind.PROCESS, 0)
+    with pytest.raises(LedgerError, match="1 more bytes of arena on the host"):
+        host.hold("image", Kind.ARENA, 1)
+    host.set("default/a", Kind.PROCESS, 60)
+    assert host.free_bytes == -10
+    host.resize(40)
+    assert host.free_bytes == -70
+    host.give_back("default/a", Kind.PROCESS)
+    host.give_back("default/b", Kind.PROCESS)
+    host.hold("image", Kind.ARENA, 40)
 
 
 def test_frames_that_are_free_may_stand_over_a_smaller_budget_until_they_are_destroyed(device):
