@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from omnimodel.agent.agent import Agent
-from omnimodel.api import OmniModel, OmniPool, ProcessSpec
+from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
 from omnimodel.render import fill_secrets, render_process
@@ -106,19 +106,21 @@ class World:
     async def apply(self, *manifests: dict, wait: bool = True) -> None:
         """Make these models the catalogue, and wait until each is ready or has failed."""
         self.manifests = {manifest["metadata"]["name"]: manifest for manifest in manifests}
-        processes = []
-        for name, manifest in self.manifests.items():
-            self.generations[name] = self.generations.get(name, 0) + 1
-            model = OmniModel.model_validate(manifest).with_metadata(
-                uid=f"uid-{name}", generation=self.generations[name], creation_timestamp="2026-01-01T00:00:00Z"
-            )
-            process = render_process(model, self.pool, self.config)
-            spec = ProcessSpec.model_validate(fill_secrets(process.spec.to_dict(), self.config["secrets"]))
-            processes.append(process.model_copy(update={"spec": spec}))
-        await self.agent.apply(processes, self.pool)
+        await self.agent.apply([self.process(manifest) for manifest in self.manifests.values()], self.pool)
         if wait:
             for name in self.manifests:
                 await self.until(lambda name=name: self.report(name).phase in {"serving", "idle", "failed"}, name)
+
+    def process(self, manifest: dict) -> OmniProcess:
+        """A manifest as the agent gets it, one generation after the last."""
+        name = manifest["metadata"]["name"]
+        self.generations[name] = self.generations.get(name, 0) + 1
+        model = OmniModel.model_validate(manifest).with_metadata(
+            uid=f"uid-{name}", generation=self.generations[name], creation_timestamp="2026-01-01T00:00:00Z"
+        )
+        process = render_process(model, self.pool, self.config)
+        spec = ProcessSpec.model_validate(fill_secrets(process.spec.to_dict(), self.config["secrets"]))
+        return process.model_copy(update={"spec": spec})
 
     def report(self, name: str):
         """What the agent reports of one model."""

@@ -288,6 +288,7 @@ class Model:
         if instance.residency.preload:
             instance.wanted_since_seconds = None if instance.resident else time.monotonic()
         instance.door.admit()
+        self._broker.kick()
 
     def _remember_size(self, instance: Instance) -> None:
         """Save what was measured, so that it is measured once; a full disk only means to measure again."""
