@@ -117,6 +117,10 @@ class Process:
                 request.transport.abort()
                 return response
             await self.gate.wait()
+        if "tell_error" in body:  # as the runtime does: the connection ends without the end of the body
+            await response.write(b"data: " + json.dumps({"error": {"message": body["tell_error"]}}).encode() + b"\n\n")
+            request.transport.close()
+            return response
         await response.write_eof()
         return response
 
@@ -127,7 +131,7 @@ class Process:
             return RECORDED
         pad = "x" * body.get("pad", 0)
         events = [chunk_event(f"{body.get('tag', '')}{i} {pad}") for i in range(body["chunks"])]
-        return [*events, b"data: [DONE]\n\n"]
+        return events if "tell_error" in body else [*events, b"data: [DONE]\n\n"]
 
     async def _embeddings(self, request: web.Request) -> web.Response:
         body = await self._json(request)

@@ -28,6 +28,7 @@ CASES = {
     "who holds a name is before whoever is called so": ([LOST, OLDER], "x", "team/x"),
     "and so when the other has no name left": ([NOBODY, OLDER], "x", "team/x"),
     "with its namespace a model is reached whatever its names": ([OLDER, LOST], "team/x", "team/x"),
+    "and that of default too": ([OLDER, LOST], "default/x", "x"),
     "a name that is nobody's is that of the card": ([NOBODY], "x", "x"),
     "a claim waits for its grant": ([YOUNG, QWEN], "qwen:brief", "qwen"),
     "of two claims the older one": ([SECOND, FIRST], "both", "b"),

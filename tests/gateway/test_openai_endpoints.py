@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,27 @@ async def test_an_alias_sets_what_the_request_does_not(world: World) -> None:
     first, second = (json.loads(body) for body in world.process.bodies)
     assert first == {**CHAT, "temperature": 0.5, "max_tokens": 3}
     assert second == CHAT
+
+
+async def test_a_large_body_of_an_alias_counts_with_its_copy(world: World) -> None:
+    world.gateway.buffered.limit_bytes = 5 << 20
+    body = {**CHAT, "model": "gpt-4o", "x": "y" * (2 << 20)}
+    used = []
+    opened = world.agent.open
+
+    @asynccontextmanager
+    async def seen(request: Any) -> Any:
+        used.append(world.gateway.buffered.used_bytes)
+        async with opened(request) as response:
+            yield response
+
+    world.agent.open = seen
+    response = await world.post(CHAT_PATH, json=body)
+
+    assert response.status == 200
+    assert used[0] > 4 << 20
+    assert world.gateway.buffered.used_bytes == 0
+    assert (await world.post(CHAT_PATH, json={**body, "x": "y" * (3 << 20)})).status == 429
 
 
 async def test_a_text_that_no_encoding_holds_survives_an_alias(world: World) -> None:

@@ -29,10 +29,10 @@ def without_comments(body: bytes) -> bytes:
 
 
 def error_of(body: bytes) -> dict[str, object]:
-    """The error that ends a stream, which every client must see, and the end that it waits for."""
+    """The one error of a stream, which is its last event: no client takes a part for the whole."""
     events = [event for event in body.split(b"\n\n") if event]
-    assert events[-1] == b"data: [DONE]"
-    return json.loads(events[-2].removeprefix(b"data: "))["error"]
+    assert sum(b'"error"' in event for event in events) == 1
+    return json.loads(events[-1].removeprefix(b"data: "))["error"]
 
 
 # -- held --
@@ -300,6 +300,17 @@ async def test_a_model_that_dies_in_a_stream_ends_it_with_an_error(world: World)
 
     assert response.status == 200
     assert error_of(await response.read())["code"] == "crashed"
+
+
+@pytest.mark.parametrize("pause", [0, 0.001], ids=["with the last words", "after them"])
+async def test_an_error_that_the_model_told_in_its_stream_is_not_told_twice(world: World, pause: float) -> None:
+    body = {**CHAT, "stream": True, "chunks": 2, "tell_error": 'its data: {"error"', "pause": pause}
+    response = await world.post(PATH, json=body)
+
+    assert response.status == 200
+    told = await response.read()
+    assert error_of(told)["message"] == 'its data: {"error"'
+    assert told.startswith(chunk_event("0 ") + chunk_event("1 "))
 
 
 async def test_a_model_that_dies_in_the_middle_of_an_event_ends_that_first(world: World) -> None:

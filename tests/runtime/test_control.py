@@ -122,9 +122,10 @@ async def test_a_body_over_the_limit_is_413_with_the_limit(child):
 async def test_unknown_paths_and_methods_have_error_objects(child):
     status, answer = await child.post("/v1/nothing", {})
     assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
-    async with child.session.delete(PATH) as response:
-        assert response.status == 405
-        assert (await response.json())["error"].startswith("DELETE /v2/models/tiny/infer is nothing")
+    for method in ("DELETE", "GET"):
+        async with child.session.request(method, PATH) as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            assert (await response.json())["error"].startswith(f"{method} /v2/models/tiny/infer is nothing")
 
 
 async def test_readiness_follows_residency(child, frames):

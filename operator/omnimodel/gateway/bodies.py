@@ -151,8 +151,32 @@ async def parse(body: bytes) -> dict[str, Any]:
     return value
 
 
-def rewritten(body: bytes, fields: dict[str, Any], name: str, defaults: Mapping[str, Any]) -> bytes:
-    """The body for the model: byte for byte that of the client, unless an alias renames it or sets fields."""
+async def rewritten(body: bytes, fields: dict[str, Any], name: str, defaults: Mapping[str, Any], lease: Lease) -> bytes:
+    """The body for the model: byte for byte that of the client, unless an alias renames it or sets fields.
+
+    Raises:
+        RequestError: see `Lease.take`.
+    """
     if fields.get("model") == name and not defaults:
         return body
-    return json.dumps({**defaults, **fields, "model": name}, separators=(",", ":")).encode()
+    return await written({**defaults, **fields, "model": name}, len(body), lease)
+
+
+async def written(fields: Mapping[str, Any], size_bytes: int, lease: Lease) -> bytes:
+    """JSON of a body that was changed.
+
+    Args:
+        fields: of the body.
+        size_bytes: of what the client sent: when it is large, it is written in a thread.
+        lease: that the copy counts in too.
+
+    Raises:
+        RequestError: see `Lease.take`.
+    """
+    content = await asyncio.to_thread(_encoded, fields) if size_bytes > LARGE_BYTES else _encoded(fields)
+    lease.take(len(content))
+    return content
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()

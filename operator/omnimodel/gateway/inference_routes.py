@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from omnimodel.gateway.bodies import parse, read
+from omnimodel.gateway.bodies import Lease, parse, read, written
 from omnimodel.gateway.gateway import GATEWAY
 from omnimodel.gateway.names import Served, endpoint_of, find, not_found, resolve
 from omnimodel.gateway.refusals import RequestError
@@ -123,25 +122,26 @@ async def _post(request: web.Request) -> web.StreamResponse:
     }
     with gateway.buffered.lease() as lease:
         body = await read(request, lease, card.request_bytes, gateway.settings.upload_silence_seconds)
-        content = await _checked(body, served, headers)
+        content = await _checked(body, served, headers, lease)
         path = f"/v2/models/{card.name}/infer"
         inference = InferenceRequest(card.name, "POST", path, headers, content, terms.deadline_seconds, terms.priority)
         return await gateway.relay.carry(request, inference)
 
 
-async def _checked(body: bytes, served: Served, headers: MutableMapping[str, str]) -> bytes:
+async def _checked(body: bytes, served: Served, headers: MutableMapping[str, str], lease: Lease) -> bytes:
     """The body; read in full only where an alias sets fields, because the model reads its tensors anyway.
 
     Args:
         body: JSON, and behind it binary tensors where a header tells the length of the JSON.
         served: with the fields of the alias.
         headers: that go with it; the length is put right.
+        lease: that a copy counts in.
     """
     length = headers.get(LENGTH_HEADER)
     if served.defaults:
         end = _json_bytes(length, body)
         fields = await parse(body[:end])
-        text = json.dumps({**served.defaults, **fields}, separators=(",", ":")).encode()
+        text = await written({**served.defaults, **fields}, end, lease)
         if length is not None:
             headers[LENGTH_HEADER] = str(len(text))
         return text + body[end:]

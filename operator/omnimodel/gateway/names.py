@@ -9,6 +9,7 @@ from typing import Any
 
 from omnimodel.gateway.refusals import RequestError
 from omnimodel.protocol.dispatch import ModelCard
+from omnimodel.protocol.ingress import key_of
 
 ENDPOINTS = {  # where each task is served
     "text-generation": "POST /v1/chat/completions",
@@ -34,12 +35,12 @@ class Served:
 def find(cards: Sequence[ModelCard], name: str) -> ModelCard | None:
     """The model that a name means: the one that it was given to, else the oldest that asks for it.
 
-    A name that is nobody's may be that of a model's card: a model is reached by it even when others have its names.
+    By its name, and by NAMESPACE/NAME, a model is reached even when others have all of its names.
     """
     found = [card for card in cards if name in card.served_names]
     if found:
         return min(found, key=lambda card: (not card.granted, card.created_seconds, card.name))
-    return next((card for card in cards if card.name == name), None)
+    return next((card for card in cards if name in (card.name, key_of(card))), None)
 
 
 def listed_names(card: ModelCard) -> list[str]:

@@ -49,7 +49,7 @@ def _json_endpoint(task: str, *, streams: bool = False) -> Handler:
                 "POST",
                 request.path,
                 {"Content-Type": "application/json", **gateway.passed_headers(request)},
-                rewritten(body, fields, served.card.name, served.defaults),
+                await rewritten(body, fields, served.card.name, served.defaults, lease),
                 terms.deadline_seconds,
                 terms.priority,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 
 from aiohttp import web
@@ -57,8 +56,7 @@ def code_of(error: BaseException) -> str:
     """The machine-readable code: `QueueFull` of the reasons is `queue_full` here."""
     if isinstance(error, RequestError):
         return error.code
-    reason = error.reason if isinstance(error, OmniError) else Reason.INTERNAL
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", str(reason)).lower()
+    return (error.reason if isinstance(error, OmniError) else Reason.INTERNAL).code
 
 
 def message_of(error: BaseException) -> str:
@@ -98,5 +96,5 @@ def refusal(error: BaseException, path: str) -> web.Response:
 
 
 def error_event(error: BaseException) -> bytes:
-    """The error for a stream that has begun: an event, then the end that clients wait for."""
-    return b"data: " + json.dumps(error_object(error)).encode() + b"\n\ndata: [DONE]\n\n"
+    """The error for a stream that has begun. No `[DONE]` follows it, so that nobody takes a part for the whole."""
+    return b"data: " + json.dumps(error_object(error)).encode() + b"\n\n"

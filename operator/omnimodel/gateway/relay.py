@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 POSITION_HEADER = "Omni-Queue-Position"  # of a held stream: its place in its model's queue when its head was sent
 ESTIMATE_HEADER = "Omni-Estimate-Seconds"  # and how long it was expected to wait from then on
 ERROR_BYTES = 64 << 10  # of a model's refusal that has to go into an event
+_EVENT = b"\ndata: "  # no text of an answer has it: line ends in it are escaped
+_ERROR_EVENT = b'\ndata: {"error"'
 QUEUED_CHUNKS = 8  # between the model and a client that reads slower
 
 # A model's process is not trusted: only what describes the body passes, no cookie and no redirect.
@@ -235,7 +237,8 @@ class Relay:
                 reason=Reason.HANDLER_FAILED,
                 status=502,
             )
-        await answer.write(b"data: " + json.dumps(value).encode() + b"\n\ndata: [DONE]\n\n")
+        end = b"data: [DONE]\n\n" if status < 400 else b""
+        await answer.write(b"data: " + json.dumps(value).encode() + b"\n\n" + end)
         await answer.end()
         return status
 
@@ -250,6 +253,7 @@ class _Answer:
         self._model = model
         self._events = False
         self._tail = b"\n\n"  # the last bytes written, to know whether an event is over
+        self._error_told = False  # the last event was an error of the model
 
     async def begin(self, answer: InferenceResponse) -> None:
         """Send the model's head, with how long the request was held and for what."""
@@ -278,7 +282,11 @@ class _Answer:
         """Send bytes of the body; waits as long as the client does not read."""
         assert self.response is not None
         if self._events:
-            self._tail = (self._tail + chunk[-4:])[-4:]
+            seen = self._tail + chunk
+            last = seen.rfind(_EVENT)
+            if last >= 0:
+                self._error_told = seen.startswith(_ERROR_EVENT, last)
+            self._tail = seen[-len(_ERROR_EVENT) :]
         await self._to_client(self.response.write(chunk))
 
     async def comment(self, text: str) -> None:
@@ -292,7 +300,10 @@ class _Answer:
         await self._to_client(self.response.write_eof())
 
     async def fail(self, error: BaseException) -> None:
-        """Say in the stream what went wrong, or break the answer off, so that nobody takes it for whole."""
+        """Say in the stream what went wrong, or break the answer off, so that nobody takes it for whole.
+
+        A stream has one error, in its last event: what the model has told already is not told again.
+        """
         assert self.response is not None
         log.info("broken off model=%s error=%s", self._model, error)
         if not self._events:
@@ -300,7 +311,8 @@ class _Answer:
                 self._request.transport.abort()
             return
         apart = b"" if self._tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-        await self._to_client(self.response.write(apart + error_event(error)))
+        event = b"" if self._error_told else error_event(error)
+        await self._to_client(self.response.write(apart + event))
         await self.end()
 
     async def _to_client(self, sending: Awaitable[object]) -> None:

@@ -213,8 +213,7 @@ def _refusal(namespace: str, name: str, status: int, body: bytes) -> DispatchErr
     with suppress(ValueError, KeyError, TypeError):
         error = json.loads(body)["error"]
         message = str(error["message"])
-        words = {value.replace("_", "").lower(): value for value in (str(error.get("code")),)}
-        reason = next((known for known in Reason if known.value.lower() in words), Reason.INTERNAL)
+        reason = Reason.of_code(error.get("code")) or Reason.INTERNAL
     subject = f"OmniModel {namespace}/{name}"
     return DispatchError(
         subject if not message.startswith(subject) else "", message, reason=reason, status=status

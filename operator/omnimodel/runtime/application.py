@@ -69,9 +69,12 @@ class Traffic:
             return _refusal(request, RequestError(text, code="request_too_large", status=413))
         except web.HTTPException as error:
             text = f"{request.method} {request.path} is nothing that {self.subject} answers"
-            return _refusal(
+            refusal = _refusal(
                 request, RequestError(text if error.status in (404, 405) else error.reason, status=error.status)
             )
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                refusal.headers["Allow"] = error.headers["Allow"]
+            return refusal
         except OmniError as error:
             log.exception("request failed path=%s", request.path)
             return _refusal(request, RequestError(str(error), code=str(error.reason), status=500))

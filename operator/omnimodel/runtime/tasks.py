@@ -134,7 +134,8 @@ def routes(task: str, predictor: Predictor, metadata: dict[str, Any]) -> list[we
     async def infer(request: web.Request) -> web.StreamResponse:
         return await _infer(task, predictor, request)
 
-    return [*found, web.get("/v2/models/{name:.+}", describe), web.post("/v2/models/{name:.+}/infer", infer)]
+    # Not the metadata of a model `X/infer`: who asks for an answer by GET is told to POST.
+    return [*found, web.get("/v2/models/{name:.+(?<!/infer)}", describe), web.post("/v2/models/{name:.+}/infer", infer)]
 
 
 def describe(name: str, engine: str, task: str, signature: signatures.Signature) -> dict[str, Any]:
