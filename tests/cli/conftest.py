@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,13 @@ class AnsweringAgent(StandInAgent):
                 "OmniModel default/slow", "it was not woken in time", reason=Reason.DEADLINE_EXCEEDED, status=504
             )
         return {"tier": "resident", "wakeSeconds": 0.021}
+
+    async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
+        if name == "slow":
+            raise DispatchError(
+                "OmniModel default/slow", "it did not answer in time", reason=Reason.EVICT_TIMEOUT, status=502
+            )
+        return await super().evict(namespace, name, deadline_seconds)
 
 
 @dataclass

@@ -372,16 +372,20 @@ async def test_a_name_that_is_free_again_goes_to_who_waits_for_it(folder: Path) 
         await until(lambda: names() == ["younger", "Words"], "the name")
 
 
+async def _steer(controller: LocalController, asked: str) -> None:
+    if asked == "logs":
+        controller.logs("default", "words", tail=1, follow=False)
+    else:
+        await getattr(controller, asked)("default", "words", 1.0)
+
+
 @pytest.mark.parametrize("asked", ["wake", "evict", "logs"])
 async def test_who_steers_a_model_without_a_process_is_told_why_it_has_none(folder: Path, asked: str) -> None:
     write_model(folder, "words", extra="suspend: true")
     async with controlling(folder, StandInAgent()) as controller:
         await until(lambda: model(controller, "words"), "the model")
         with pytest.raises(DispatchError) as refusal:
-            if asked == "logs":
-                controller.logs("default", "words", tail=1, follow=False)
-            else:
-                await getattr(controller, asked)("default", "words", 1.0)
+            await _steer(controller, asked)
         assert (refusal.value.status, refusal.value.reason) == (409, Reason.SUSPENDED)
         assert refusal.value.cure == "remove `suspend: true` from its manifest"
 

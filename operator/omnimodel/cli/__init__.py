@@ -6,6 +6,8 @@ imported when the command is asked for, so that `omni --help` and shell completi
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 
 import click
@@ -57,18 +59,27 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+def _wants_debug(arguments: list[str]) -> bool:
+    """Whether tracebacks are asked for: by the option, before the command, or the variable, as click reads it."""
+    said = os.environ.get("OMNI_DEBUG", "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
+    return said or "--debug" in itertools.takewhile(lambda argument: argument.startswith("-"), arguments)
+
+
 def run(arguments: list[str], command: click.Command = omni, name: str = "omni") -> int:
     """Run one command line; its exit code. Errors become one sentence on stderr, with `--debug` a traceback too."""
-    debug = "--debug" in arguments
+    debug, stdout = _wants_debug(arguments), sys.stdout
     try:
         return int(command.main(arguments, prog_name=name, standalone_mode=False) or ExitCode.DONE)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough (`omni get models | head`); Python must not complain at exit.
-        sys.stdout = None
+    except SystemExit:
+        if sys.stdout is stdout:
+            raise
+        # Whoever read our output has seen enough (`omni get models | head`): click has wrapped what is closed now, and
+        # ends with 1.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         return ExitCode.DONE
     except click.ClickException as error:
         error.show()

@@ -56,7 +56,7 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
         return {"model": name, "result": "skipped", "failures": ["it is suspended"]}
     if not probe:
         return {"model": name, "result": "skipped", "failures": ["its manifest has no probe"]}
-    asked = known_answer.request(addressed(probe, item["metadata"]["name"]))
+    asked = known_answer.request(addressed(probe, name))
     headers = {**asked.headers, DEADLINE_HEADER: f"{timeout_seconds:g}"}
     began = time.monotonic()
     try:
@@ -74,15 +74,21 @@ def _check(client: Client, item: Mapping[str, Any], timeout_seconds: float) -> d
 
 
 def addressed(probe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The probe with the model's name in its body: the process itself needs none, a gateway does.
+    """The probe with the name by which a gateway knows the model; the process itself needs none.
 
-    Under /v2 the name is in the path.
+    That is NAMESPACE/NAME, which no other model can take: in the body under /v1, in the path under /v2.
+
+    Args:
+        probe: of the manifest.
+        name: of the model, with its namespace outside of `default`.
     """
-    if not str(probe.get("path", "")).startswith("/v1/"):
-        return probe
+    key = name if "/" in name else f"default/{name}"
+    path, own = str(probe.get("path", "")), f"/v2/models/{key.partition('/')[2]}/"
+    if path.startswith(own):
+        return {**probe, "path": f"/v2/models/{key}/{path.removeprefix(own)}"}
     for kind in ("json", "form"):
-        if isinstance(probe.get(kind), Mapping):
-            return {**probe, kind: {"model": name, **probe[kind]}}
+        if path.startswith("/v1/") and isinstance(probe.get(kind), Mapping):
+            return {**probe, kind: {"model": key, **probe[kind]}}
     return probe
 
 

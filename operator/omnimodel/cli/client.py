@@ -15,6 +15,7 @@ from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH
 
 CONNECT_SECONDS = 10.0
+CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Client:
             return Answer(response.status, dict(response.getheaders()), response.read())
         except TimeoutError as error:
             raise self._late(timeout_seconds) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
         finally:
             connection.close()
 
@@ -130,10 +133,16 @@ class Client:
                 raise _refusal(response.status, response.read())
             if follow and connection.sock is not None:
                 connection.sock.settimeout(None)  # silence is no fault while nothing happens
-            while line := response.readline():
-                yield line
+            rest = b""
+            while chunk := response.read1(CHUNK_BYTES):  # readline takes a broken connection for the end
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line + b"\n" for line in lines)
+            if rest:
+                yield rest
         except TimeoutError as error:
             raise self._late(timeout_seconds) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
         finally:
             connection.close()
 
@@ -161,15 +170,13 @@ class Client:
                 "start one with `omni up DIR`, or name another with --address or OMNI_ADDRESS",
             ) from error
         connection.sock.settimeout(timeout_seconds)
-        try:
-            connection.request(method, self._prefix + path, body=body, headers=dict(headers or {}))
-            return connection.getresponse()
-        except TimeoutError:
-            raise
-        except (OSError, http.client.HTTPException) as error:
-            raise ConnectionFailed(
-                f"system at {self.address}", f"it broke off ({type(error).__name__})", "look whether it still runs"
-            ) from error
+        connection.request(method, self._prefix + path, body=body, headers=dict(headers or {}))
+        return connection.getresponse()
+
+    def _broken(self, error: Exception) -> ConnectionFailed:
+        return ConnectionFailed(
+            f"system at {self.address}", f"it broke off ({type(error).__name__})", "look whether it still runs"
+        )
 
     def _late(self, timeout_seconds: float) -> OmniError:
         return OmniError(
@@ -207,14 +214,9 @@ def _refusal(status: int, body: bytes) -> DispatchError:
             return DispatchError("Kubernetes", str(answer.get("message")), reason=reason, status=status)
         error = answer["error"]
         message = str(error["message"])
-        for key in ("code", "reason", "type"):
-            if error.get(key) in set(Reason):
-                reason = Reason(error[key])
-                break
+        reason = Reason.of_code(error.get("code")) or Reason.INTERNAL
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    if status == 404:
-        reason = Reason.MODEL_NOT_FOUND
-    elif status == 504:
-        reason = Reason.DEADLINE_EXCEEDED
+    if reason is Reason.INTERNAL:
+        reason = {404: Reason.MODEL_NOT_FOUND, 504: Reason.DEADLINE_EXCEEDED}.get(status, reason)
     return DispatchError("", message or f"the system answered {status}", reason=reason, status=status)

@@ -248,6 +248,8 @@ class LocalController:
         if desired is None:
             return []
         report = self._agent.report()
+        subjects = {item.subject for item in (*desired.models, *desired.pools)}
+        self._before = {subject: status for subject, status in self._before.items() if subject in subjects}
         by_key = {f"{model.namespace}/{model.name}": model for model in report.models}
         match kind:
             case "OmniModel":
@@ -297,15 +299,31 @@ class LocalController:
 
     async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """Make a model resident and wait for it."""
+        self._check_has_process(namespace, name)
         return await self._agent.wake(namespace, name, deadline_seconds)
 
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """Drain a model and free its device bytes."""
+        self._check_has_process(namespace, name)
         return await self._agent.evict(namespace, name, deadline_seconds)
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """What the model's process printed."""
+        self._check_has_process(namespace, name)
         return self._agent.logs(namespace, name, tail=tail, follow=follow)
+
+    def _check_has_process(self, namespace: str, name: str) -> None:
+        """Refuse a model that is there and has no process, with the reason for that.
+
+        Raises:
+            DispatchError: it has none.
+        """
+        key = f"{namespace}/{name}"
+        if any(f"{model.namespace}/{model.name}" == key for model in self._agent.report().models):
+            return
+        for refused in self.refused():
+            if refused.model.key == key:
+                raise refused.error(409)
 
     def events(self, *, follow: bool) -> AsyncIterator[Event]:
         """What happened."""

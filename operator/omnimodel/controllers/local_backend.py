@@ -31,6 +31,18 @@ class RefusedModel:
         """Of its card."""
         return card_name(self.model.metadata.namespace, self.model.metadata.name)
 
+    def error(self, status: int) -> DispatchError:
+        """The answer to whoever wants its process.
+
+        Args:
+            status: of HTTP.
+        """
+        refusal = self.refusal
+        suspended = refusal.reason == Reason.SUSPENDED
+        cure = "remove `suspend: true` from its manifest" if suspended else ""
+        reason = Reason(refusal.reason) if refusal.reason in set(Reason) else Reason.INTERNAL
+        return DispatchError(self.model.subject, refusal.message, cure, reason=reason, status=status)
+
 
 class LocalBackend:
     """See the module (`protocol.dispatch.Backend`).
@@ -56,10 +68,7 @@ class LocalBackend:
         """Pass a request on, or refuse it with the reason its model has no process."""
         found = self._find(request.model)
         if found is not None:
-            refusal = found.refusal
-            raise DispatchError(
-                found.model.subject, refusal.message, _cure(refusal), reason=_reason(refusal), status=503
-            )
+            raise found.error(503)
         async with self._agent.open(request) as response:
             yield response
 
@@ -79,11 +88,3 @@ def _card(refused: RefusedModel) -> ModelCard:
     refusal, created = refused.refusal, unix_seconds(refused.model.metadata.creation_timestamp)
     card = model_card(refused.model, refused.names)
     return replace(card, reason=refusal.reason, message=refusal.message, created_seconds=int(created))
-
-
-def _reason(refusal: Refusal) -> Reason:
-    return Reason(refusal.reason) if refusal.reason in set(Reason) else Reason.INTERNAL
-
-
-def _cure(refusal: Refusal) -> str:
-    return "remove `suspend: true` from its manifest" if refusal.reason == Reason.SUSPENDED else ""

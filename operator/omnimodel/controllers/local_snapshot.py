@@ -60,7 +60,7 @@ class Desired:
     @property
     def fingerprint(self) -> object:
         """Differs when there is something to apply."""
-        processes = tuple((p.key, p.metadata.uid, p.metadata.generation, p.spec.hash) for p in self.processes)
+        processes = tuple((p.key, p.metadata.uid, p.metadata.generation, p.spec) for p in self.processes)
         return processes, self.pool.to_dict()["spec"], self.pool.metadata.name
 
 

@@ -52,7 +52,7 @@ class System:
 
     def ask(self, item: dict[str, Any], timeout_seconds: float = 300.0) -> Answer:
         """Send a model its probe."""
-        asked = known_answer.request(addressed(item["spec"]["probe"], item["metadata"]["name"]))
+        asked = known_answer.request(addressed(item["spec"]["probe"], output.full_name(item)))
         return self.client.request(asked.method, asked.path, asked.body, asked.headers, timeout_seconds)
 
     def wrong(self, item: dict[str, Any], answer: Answer) -> list[str]:
