@@ -80,7 +80,10 @@ class Residency(Part):
         examples=["15m"],
     )
     idle_tier: Annotated[Literal["warm", "parked", "cold"], choice("warm", "parked", "cold")] | None = Field(
-        default=None, description="Where it goes after `idleAfter`; warm when left out.", examples=["warm"]
+        default=None,
+        description="Where it goes after `idleAfter`. `warm` keeps its process for good; when left out, the process of "
+        "an evicted model stays for five minutes, or as long as `OmniPool.hostMemory` has room for it, and then goes.",
+        examples=["warm"],
     )
     keep_resident: Flag = Field(
         default=False,
