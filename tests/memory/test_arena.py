@@ -129,13 +129,3 @@ async def test_an_image_in_use_is_dropped_at_the_end_of_its_use(device, account,
         assert arena.holds(images["a"].digest)
     assert not arena.holds(images["a"].digest)
     assert account.held_bytes() == 0
-
-
-async def test_a_smaller_budget_takes_effect_at_once(device, account, images):
-    arena = Arena(device, account)
-    worth = worth_of(images, a=1, b=2, c=3)
-    for name in "abc":
-        await arena.stage(images[name], worth)
-    arena.shrink(3 * PAGE, worth)
-    assert {name for name in "abc" if arena.holds(images[name].digest)} == {"c"}
-    await arena.close()

@@ -126,6 +126,33 @@ def test_values_that_do_not_fit_the_datatype_are_refused(values):
         signature.decode(signature.read(predict), {"inputs": [entry]})
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"inputs": [{"name": ["x"]}]}, id="a name that is a list"),
+        pytest.param({"inputs": [], "parameters": 5}, id="parameters that are a number"),
+        pytest.param({"inputs": [], "parameters": ["x"]}, id="parameters that are a list"),
+        pytest.param(
+            {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": ["b"]}]},
+            id="parameters of an input that are a list",
+        ),
+        pytest.param({"inputs": [{"name": "x", "datatype": {}, "shape": [1], "data": ["a"]}]}, id="an odd datatype"),
+        pytest.param({"inputs": [{"name": "x", "datatype": "BYTES", "shape": [[]], "data": ["a"]}]}, id="an odd shape"),
+    ],
+)
+def test_a_request_of_the_wrong_types_is_refused(body: dict):
+    def predict(x: str):
+        pass
+
+    with pytest.raises(RequestError):
+        signature.decode(signature.read(predict), body)
+
+
+def test_an_output_that_is_asked_for_by_no_text_is_refused():
+    with pytest.raises(RequestError, match="objects with a name"):
+        signature.select([{"name": "x"}], {"outputs": [{"name": ["x"]}]})
+
+
 def test_nested_data_and_base64_are_read():
     def predict(x: Annotated[np.ndarray, Tensor("FP32", (2, 2))], b: bytes):
         pass

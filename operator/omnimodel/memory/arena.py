@@ -104,12 +104,6 @@ class Arena:
             return
         self._remove(entry)
 
-    def shrink(self, budget_bytes: int | None, worth: Callable[[str], float]) -> None:
-        """Change the budget, after an edit of the pool; what is too much goes, as far as it is not in use."""
-        self.budget_bytes = budget_bytes
-        if budget_bytes is not None:
-            self._free_up(self.held_bytes - budget_bytes, worth)
-
     def give_up(self, needed_bytes: int, worth: Callable[[str], float]) -> int:
         """Free host bytes for someone else. Returns how many came free, which may be fewer."""
         return self._free_up(needed_bytes, worth)

@@ -149,7 +149,7 @@ def decode(signature: Signature, body: Mapping[str, Any]) -> dict[str, Any]:
         RequestError: inputs are missing, unknown, or of another type or shape.
     """
     refuse_others(body, ("id", "inputs", "outputs", "parameters"))
-    for name in body.get("parameters") or {}:
+    for name in _parameters("parameters", body):
         raise unsupported(f"parameters.{name}")
     inputs = body.get("inputs")
     if not isinstance(inputs, list) or not all(isinstance(entry, dict) for entry in inputs):
@@ -158,7 +158,7 @@ def decode(signature: Signature, body: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for entry in inputs:
         name = entry.get("name")
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             names = ", ".join(known) or "none"
             raise invalid("inputs", f"there is no input {name!r}; the model has {names}")
         if name in given:
@@ -168,6 +168,13 @@ def decode(signature: Signature, body: Mapping[str, Any]) -> dict[str, Any]:
         if argument.required and argument.name not in given:
             raise invalid("inputs", f"input {argument.name} is missing")
     return given
+
+
+def _parameters(name: str, holder: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = holder.get("parameters") or {}
+    if not isinstance(found, Mapping):
+        raise invalid(name, "expected an object")
+    return found
 
 
 def _value(argument: Argument, entry: Mapping[str, Any]) -> Any:
@@ -185,8 +192,8 @@ def _value(argument: Argument, entry: Mapping[str, Any]) -> Any:
     if len(flat) != math.prod(shape):
         raise invalid(name, f"{len(flat)} values do not fill the shape {shape}")
     if argument.tensor.datatype == "BYTES":
-        return _texts(argument, name, flat, entry.get("parameters") or {})
-    for parameter in entry.get("parameters") or {}:
+        return _texts(argument, name, flat, _parameters(f"{name}.parameters", entry))
+    for parameter in _parameters(f"{name}.parameters", entry):
         raise unsupported(f"{name}.parameters.{parameter}")
     array = _array(name, flat, shape, argument.tensor.datatype)
     if argument.form == "scalar":
@@ -305,7 +312,9 @@ def select(outputs: list[dict[str, Any]], body: Mapping[str, Any]) -> list[dict[
     asked = body.get("outputs")
     if not asked:
         return outputs
-    if not isinstance(asked, list) or not all(isinstance(entry, dict) and "name" in entry for entry in asked):
+    if not isinstance(asked, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in asked
+    ):
         raise invalid("outputs", "expected a list of objects with a name")
     by_name = {output["name"]: output for output in outputs}
     chosen = []

@@ -34,7 +34,7 @@ def read(path: Path | str) -> Any:
         zipped = zipfile.is_zipfile(path)
         if zipped:
             _check_archive(path)
-        elif path.read_bytes()[:2] == b"PK":
+        elif _begins_as_archive(path):
             raise ImageError(str(path), f"is no valid {_WHAT}: a zip archive cut short", CURE)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
@@ -68,6 +68,11 @@ def tensors(path: Path | str) -> Mapping[str, torch.Tensor]:
                 continue
         break
     raise ImageError(str(path), "holds no mapping of names to tensors", "return one from the handler's weights()")
+
+
+def _begins_as_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
 
 
 def _check_archive(path: Path) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from omnimodel.protocol.process import Publish, Start
 
 TEXT_GENERATION = "text-generation"
-FOREIGN = ("llamacpp", "command")
 
 
 @dataclass(frozen=True)
