@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
 from catalog.files import model, write
-from omnimodel.catalog import Catalog, watch
+from omnimodel.catalog import Catalog, Identity, Key, watch
 
 DEADLINE_SECONDS = 20.0
 
 
 @asynccontextmanager
-async def watching(folder: Path) -> AsyncIterator[Callable[[Callable[[Catalog], bool]], asyncio.Future[Catalog]]]:
+async def watching(
+    folder: Path, identities: Mapping[Key, Identity] | None = None
+) -> AsyncIterator[Callable[[Callable[[Catalog], bool]], asyncio.Future[Catalog]]]:
     """A way to wait for a catalogue that fulfils something."""
-    stream = watch(folder)
+    stream = watch(folder, identities=identities)
 
     async def until(wanted: Callable[[Catalog], bool]) -> Catalog:
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -68,6 +70,25 @@ async def test_a_broken_file_keeps_its_last_good_version_and_is_listed(tmp_path:
         write(tmp_path, "a.yaml", model("one"))
         cured = await until(lambda catalog: not catalog.errors)
         assert cured.objects == first.objects
+
+
+async def test_an_identity_of_an_earlier_run_is_for_who_was_there_then(tmp_path: Path) -> None:
+    earlier = Identity("uid-1", "2020-01-01T00:00:00Z", 3, "of an earlier run")
+    known = {("OmniModel", "default", name): earlier for name in ("one", "two")}
+    write(tmp_path, "a.yaml", model("one"))
+    write(tmp_path, "b.yaml", "spec: [\n")
+    async with watching(tmp_path, known) as until:
+        first = await until(lambda catalog: True)
+        assert [item.metadata.uid for item in first.models] == ["uid-1"]
+        (tmp_path / "a.yaml").unlink()
+        await until(lambda catalog: not catalog.models)
+        write(tmp_path, "a.yaml", model("one"))
+        again = await until(lambda catalog: bool(catalog.models))
+        assert again.models[0].metadata.uid != "uid-1"
+        assert again.models[0].metadata.creation_timestamp > "2020-01-01T00:00:00Z"
+        write(tmp_path, "b.yaml", model("two"))  # was only broken when this run began
+        cured = await until(lambda catalog: len(catalog.models) == 2)
+        assert cured.models[1].metadata.uid == "uid-1"
 
 
 async def test_folders_that_come_later_are_watched_too(tmp_path: Path) -> None:

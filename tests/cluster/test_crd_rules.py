@@ -41,6 +41,7 @@ BAD += [
     ("half a thread", model(runtime__threads="many")),
     ("an answer of one byte", model(limits={"responseBytes": "1"})),
     ("frames of no unit", pool(device={"frameSize": "2MB"})),
+    ("a key with a slash", pool(sources={"certificates": {"configMapKeyRef": {"name": "a", "key": "a/b"}}})),
     ("a claim with spaces", pool(volumes=[{"name": "a", "persistentVolumeClaim": {"claimName": "a b"}}])),
 ]  # fmt: skip
 # A text or an object: Kubernetes can only preserve it. The operator refuses these in a condition.

@@ -35,17 +35,20 @@ async def watch(
 
     Args:
         folder: with manifests at any depth.
-        identities: those of an earlier run of the program.
+        identities: those of an earlier run of the program, for objects as they are first seen.
     """
     root = Path(folder)
     catalog: Catalog | None = None
     seen: _State = ()
+    left = dict(identities or {})
     async with aclosing(_bell(root)) as bell:
         async for _ in bell:
             state = await asyncio.to_thread(_state, root)
             if catalog is not None and state == seen:
                 continue
-            fresh = await asyncio.to_thread(load, root, previous=catalog, identities=identities)
+            fresh = await asyncio.to_thread(load, root, previous=catalog, identities=left)
+            # What has been there in this run and comes again after it was deleted is another object.
+            left = {key: identity for key, identity in left.items() if key not in fresh.identities}
             seen = state
             if catalog is None or _differs(catalog, fresh):
                 catalog = fresh

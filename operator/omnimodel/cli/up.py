@@ -139,6 +139,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     from omnimodel.controllers.local_backend import LocalBackend
     from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
     from omnimodel.gateway.app import create_app
+    from omnimodel.gateway.gateway import GATEWAY
     from omnimodel.protocol.ingress import Told
 
     agent = Agent(options.state_dir)
@@ -174,6 +175,8 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
         stopping.cancel()
+        if runner is not None:
+            runner.app[GATEWAY].leaving.set()  # whoever looks at /readyz sends nobody new
         await shut_down(agent, stops, options.drain_seconds)
         if runner is not None:
             await runner.cleanup()

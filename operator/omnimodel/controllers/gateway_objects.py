@@ -21,7 +21,7 @@ from omnimodel.controllers.status import (
 )
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.protocol.dispatch import ModelCard
-from omnimodel.protocol.ingress import Snapshot
+from omnimodel.protocol.ingress import Snapshot, key_of
 from omnimodel.protocol.report import ModelReport
 
 
@@ -53,8 +53,9 @@ class AgentObjects:
 
     def _models(self) -> Iterator[dict[str, Any]]:
         by_key = reports(self._backend)
-        for card in self._backend.models():
-            key = card.name if "/" in card.name else f"{card.namespace}/{card.name}"
+        cards = {key_of(card): card for card in self._backend.models()}
+        self._before = {key: status for key, status in self._before.items() if key in cards or key.startswith("pool ")}
+        for key, card in cards.items():
             told = by_key.get(key, {})
             generation = max((report.generation for report in told.values()), default=1)
             status = model_status(
