@@ -12,7 +12,7 @@ import pytest
 from omnimodel.runtime.audio import read_wav, resample, write_wav
 from omnimodel.runtime.requests import RequestError
 from omnimodel.runtime.sdk import Audio
-from runtime.children import handler, spec
+from runtime.children import CommandFailed, handler, spec
 
 HEAD = """
 import numpy as np
@@ -99,6 +99,12 @@ async def test_a_wrong_embeddings_request_names_the_field(serving, body, param):
     child = await serving(spec(task="embeddings", handler=handler(EMBED)))
     status, answer = await child.post("/v1/embeddings", body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("task", ["embeddings", "automatic-speech-recognition", "text-to-speech"])
+async def test_a_predict_that_takes_nothing_is_said_at_start(serving, task):
+    with pytest.raises(CommandFailed, match=r"predict\(\) takes no input"):
+        await serving(spec(task=task, handler=handler(HEAD + "    def predict(self) -> str:\n        return 'a'\n")))
 
 
 async def test_a_transcription_takes_a_form_with_a_wav_file_of_any_rate(serving):

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from aiohttp import web
@@ -47,6 +47,8 @@ _TASK_OUTPUTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 _SPEEDS = (0.25, 4.0)  # Source: the OpenAI API's limits of `speed`
+
+T = TypeVar("T")
 
 
 class Predictor:
@@ -100,6 +102,10 @@ class Predictor:
         with calling(self.subject, "predict()"):
             yield from self._predict(**arguments)
 
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do what takes its time in the thread that computes, lest it hold up everybody's requests."""
+        return await self._lane.call(work)
+
     def optional(self, **arguments: Any) -> dict[str, Any]:
         """The arguments that `predict` takes, of those that are not None.
 
@@ -126,6 +132,8 @@ def routes(task: str, predictor: Predictor, metadata: dict[str, Any]) -> list[we
     found = []
     if task in own:
         path, handler = own[task]
+        if not predictor.signature.inputs:
+            raise HandlerError(predictor.subject, "predict() takes no input", f"give it one, as {task} has it")
         found.append(web.post(path, lambda request: handler(predictor, request)))
 
     async def describe(_: web.Request) -> web.Response:
@@ -161,7 +169,8 @@ async def _embeddings(predictor: Predictor, request: web.Request) -> web.Respons
     texts = texts_of(body, "input")
     answer = await predictor(**{predictor.signature.inputs[0].name: texts})
     vectors = embedding_array(predictor, answer, len(texts))
-    tokens = predictor.count(texts) if predictor.count else 0
+    count = predictor.count
+    tokens = await predictor.aside(lambda: count(texts)) if count else 0
     return web.json_response(
         {
             "object": "list",
@@ -223,7 +232,7 @@ async def _transcriptions(predictor: Predictor, request: web.Request) -> web.Res
     if style not in ("json", "text", "verbose_json"):
         raise invalid("response_format", f"it is json, text or verbose_json, not {style}")
     arguments = predictor.optional(language=fields.get("language") or None, prompt=fields.get("prompt") or None)
-    audio = read_wav(bytes(content))
+    audio = await predictor.aside(lambda: read_wav(bytes(content)))
     text = await predictor(**{predictor.signature.inputs[0].name: audio}, **arguments)
     if isinstance(text, list) and predictor.streams:
         text = "".join(text)
