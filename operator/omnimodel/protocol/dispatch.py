@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 WAITED_HEADER = "Omni-Waited-Seconds"  # how long the request was held, in seconds
-WAIT_REASON_HEADER = "Omni-Wait-Reason"  # `none`, `queue`, `wake`, `evict` or `start`: what it waited for longest
+WAIT_REASON_HEADER = "Omni-Wait-Reason"  # `none`, `queue` or `wake`: what it waited for
 WAKE_SECONDS_HEADER = "Omni-Wake-Seconds"  # the wake that this request waited for, in seconds
 MODEL_HEADER = "Omni-Model"  # metadata.name of the model that answered
 DEADLINE_HEADER = "Omni-Deadline-Seconds"  # of a request: how long the client is willing to wait

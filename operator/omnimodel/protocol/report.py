@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """A model's process: `state` is one of starting, ready, draining, stopped, backing-off, failed."""
+    """A model's process: `state` is one of starting, ready, draining."""
 
     instance: str
     pid: int
