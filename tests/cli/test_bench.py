@@ -78,5 +78,5 @@ def test_a_stream_is_whole_or_not(lines: tuple[str, ...], whole: bool) -> None:
 
 def test_the_copy_comparison_measures_something_real() -> None:
     report = Report("swap")
-    _copy(report, 32 << 20, 1, 1)
+    _copy(report, 32 << 20, 4 << 20, 1, 1)
     assert [row.value > 0 for row in report.rows] == [True, True, True]

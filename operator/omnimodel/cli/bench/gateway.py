@@ -14,13 +14,14 @@ from typing import Any
 import aiohttp
 import click
 
-from omnimodel.cli.bench.report import Report, json_option, median
-from omnimodel.cli.bench.system import System, running, system_options
+from omnimodel.cli.bench.report import Report, json_option, median, percentile
+from omnimodel.cli.bench.system import System, on_one_thread, running, system_options
 from omnimodel.cli.check import addressed
 from omnimodel.protocol import probe as known_answer
 
 STREAM_TOKENS = 24
 STREAM_SECONDS = 600.0
+BATCH = 16  # generations whose tokens per second are compared
 PROMPTS = ("Count from one to ten.", "Name three rivers.", "What is the capital of France?", "Write a line about rain.")
 
 
@@ -35,12 +36,12 @@ def command(
 ) -> None:
     """Measure the latency that the gateway adds, and whether many streams arrive whole."""
     report = Report("gateway")
-    with running(address, catalog, state_dir) as system:
+    with on_one_thread(catalog) as folder, running(address, folder, state_dir) as system:
         if system.state_dir is None:
             click.echo("added latency: only on this machine, where the model's own socket can be reached", err=True)
         else:
             _latency(report, system, requests, model)
-        asyncio.run(_streams(report, system, clients))
+        asyncio.run(_streams(report, system, clients, one_thread=not address))
     report.finish(json_path)
 
 
@@ -89,8 +90,7 @@ def _latency(report: Report, system: System, requests: int, model: str) -> None:
     report.add("the same through the gateway", through_ms, "ms", note="in turn with the other")
     report.add("added by the gateway", through_ms - direct_ms, "ms", goal=1.5)
     for way in ("direct", "through"):
-        ordered = sorted(seconds[way])
-        report.add(f"p99 {way}", ordered[int(0.99 * len(ordered))] * 1000, "ms")
+        report.add(f"p99 {way}", percentile(seconds[way], 0.99) * 1000, "ms")
 
 
 def _chosen(system: System, model: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Stream:
         return self.ended and bool(self.finished and self.text) and counted and not self.error
 
 
-async def _streams(report: Report, system: System, clients: int) -> None:
+async def _streams(report: Report, system: System, clients: int, *, one_thread: bool) -> None:
     """Many clients stream a chat at once; each must get its end and every token that the model counted."""
     chats = [item for item in system.models() if item["spec"]["runtime"].get("task") == "text-generation"]
     if not chats:
@@ -143,6 +143,7 @@ async def _streams(report: Report, system: System, clients: int) -> None:
         asked = [_stream(session, url, name, PROMPTS[number % len(PROMPTS)]) for number in range(clients)]
         streams = await asyncio.gather(*asked)
         seconds = time.perf_counter() - began
+        await _batch(report, session, url, name, one_thread=one_thread)
     broken = [stream for stream in streams if not stream.whole]
     report.failures += [f"stream: {stream.error or 'cut off'} after {stream.tokens} tokens" for stream in broken[:5]]
     tokens = sum(stream.tokens for stream in streams)
@@ -153,7 +154,27 @@ async def _streams(report: Report, system: System, clients: int) -> None:
     report.add("first token, median", median([stream.first_seconds for stream in streams]), "s")
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, model: str, prompt: str) -> Stream:
+async def _batch(report: Report, session: aiohttp.ClientSession, url: str, name: str, *, one_thread: bool) -> None:
+    """The same generations one after another, then at once: tokens per second of both."""
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(BATCH)]
+    began = time.perf_counter()
+    serial = [await _stream(session, url, name, prompt, whole=True) for prompt in prompts]
+    middle = time.perf_counter()
+    together = await asyncio.gather(*(_stream(session, url, name, prompt, whole=True) for prompt in prompts))
+    ended = time.perf_counter()
+    for stream in [*serial, *together]:
+        if stream.error or stream.tokens != STREAM_TOKENS:
+            report.failures.append(f"generation: {stream.error or 'cut off'} after {stream.tokens} tokens")
+    alone_rate = sum(stream.tokens for stream in serial) / (middle - began)
+    batch_rate = sum(stream.tokens for stream in together) / (ended - middle)
+    threads = "one thread" if one_thread else "threads as its manifest says"
+    report.add(f"tokens of {BATCH} generations one after another", alone_rate, "1/s", note=f"{name}, {threads}")
+    report.add(f"tokens of {BATCH} generations at once", batch_rate, "1/s", note="the same prompts")
+    report.add("times as many", batch_rate / alone_rate, goal=4.0 if one_thread else None, at_least=True)
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, model: str, prompt: str, *, whole: bool = False) -> Stream:
+    """Stream a chat; with `whole` it does not end before its last token."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -161,6 +182,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, model: str, prompt: 
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if whole else {}),
     }
     seen = Stream()
     began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -106,6 +107,12 @@ def json_option(function: Function) -> Function:
 def median(values: Sequence[float]) -> float:
     """The median; 0 for none."""
     return statistics.median(values) if values else 0.0
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that a share of all lies at or below; 0 for none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def _processor() -> str:

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import track
 
 from omnimodel.cli import output
+from omnimodel.cli.bench.contention import contention
 from omnimodel.cli.bench.report import Report, json_option, median
-from omnimodel.cli.bench.system import System, running, system_options
+from omnimodel.cli.bench.system import System, frame_bytes, running, system_options
 from omnimodel.memory.devices import pages
 from omnimodel.memory.devices.host import HostDevice
 
-FRAME_BYTES = 16 << 20
 CHUNK_BYTES = 4 << 20
 VOLATILE = {"id", "created", "system_fingerprint", "seconds", "timings"}  # of an answer, different each time
 
@@ -32,6 +32,9 @@ VOLATILE = {"id", "created", "system_fingerprint", "seconds", "timings"}  # of a
 @click.option("--image-mib", type=click.IntRange(min=16), default=256, show_default=True, help="Size of the image that "
               "is copied for the comparison with the machine's own copy rate.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True, help="Repetitions of each timing.")
+@click.option("--questions", type=click.IntRange(min=0), default=300, show_default=True, help="Asked by many clients "
+              "at once.")  # fmt: skip
+@click.option("--clients", type=click.IntRange(min=1), default=8, show_default=True, help="How many they are.")
 @click.option("--seed", default=1, show_default=True, help="Of the random order.")
 @json_option
 @system_options
@@ -39,6 +42,8 @@ def command(
     swaps: int,
     image_mib: int,
     rounds: int,
+    questions: int,
+    clients: int,
     seed: int,
     json_path: Path | None,
     address: str | None,
@@ -47,18 +52,21 @@ def command(
 ) -> None:
     """Measure wakes and evicts, then swap at random and compare every answer with the first one."""
     report = Report("swap")
-    for threads in sorted({1, len(os.sched_getaffinity(0))}):
-        _copy(report, image_mib << 20, threads, rounds)
+    size_bytes = frame_bytes(catalog)
+    for threads in sorted({1, len(os.sched_getaffinity(0))}):  # the agent copies on all cores
+        _copy(report, image_mib << 20, size_bytes, threads, rounds)
     with running(address, catalog, state_dir) as system:
         _timings(report, system, rounds)
         if swaps:
             _rotation(report, system, swaps, seed)
+        if questions:
+            contention(report, system, questions, clients, seed)
     report.finish(json_path)
 
 
-def _copy(report: Report, image_bytes: int, threads: int, rounds: int) -> None:
+def _copy(report: Report, image_bytes: int, size_bytes: int, threads: int, rounds: int) -> None:
     """An image into frames, against a plain copy of the same bytes by as many threads; taken in turn."""
-    device = HostDevice(FRAME_BYTES, threads=threads)
+    device = HostDevice(size_bytes, threads=threads)
     try:
         with tempfile.NamedTemporaryFile(dir=os.environ.get("TMPDIR", "/var/tmp")) as file:  # noqa: S108
             block = os.urandom(1 << 20)
@@ -66,7 +74,7 @@ def _copy(report: Report, image_bytes: int, threads: int, rounds: int) -> None:
                 file.write(block)
             file.flush()
             staged = device.stage(file.name, image_bytes)
-            frames = device.create(-(-image_bytes // FRAME_BYTES))
+            frames = device.create(-(-image_bytes // size_bytes))
             target = pages.reserve(image_bytes)
             plain_file = os.memfd_create("plain")
             os.ftruncate(plain_file, image_bytes)
@@ -84,7 +92,8 @@ def _copy(report: Report, image_bytes: int, threads: int, rounds: int) -> None:
     wake_seconds, plain_seconds = median(wakes[1:]), median(plain[1:])
     rate = image_bytes / 1e9
     report.add(f"copy rate of the machine, {threads} threads", rate / plain_seconds, "GB/s", note="memcpy, same pages")
-    report.add(f"image into frames, {threads} threads", rate / wake_seconds, "GB/s", note=f"{image_bytes >> 20} MiB")
+    note = f"{image_bytes >> 20} MiB in frames of {size_bytes >> 20} MiB"
+    report.add(f"image into frames, {threads} threads", rate / wake_seconds, "GB/s", note=note)
     report.add(
         f"their ratio, {threads} threads",
         plain_seconds / wake_seconds,
@@ -139,7 +148,7 @@ def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:
         answer = system.ask(item)
         report.failures += [f"{output.full_name(item)}: {text}" for text in system.wrong(item, answer)]
         goldens[output.full_name(item)] = comparable(answer.body)
-    wakes_before = _wakes(system)
+    wakes_before = system.wakes()
     order = random.Random(seed)  # noqa: S311 - an order, no secret
     failed = 0
     early: tuple[int, int] = (0, 0)
@@ -158,7 +167,7 @@ def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:
     seconds = time.perf_counter() - began
     late = system.footprint()
     report.add("questions in random order", asked, note=f"{len(models)} models, seed {seed}, {seconds:.0f} s")
-    report.add("wakes they took", _wakes(system) - wakes_before)
+    report.add("wakes they took", system.wakes() - wakes_before)
     report.add("answers that were not the first one", failed, goal=0)
     report.add("private memory, 1/4 of the way", early[0] / (1 << 20), "MiB", note="of all processes")
     report.add("private memory, at the end", late[0] / (1 << 20), "MiB", goal=1.05 * early[0] / (1 << 20) + 16)
@@ -179,14 +188,6 @@ def _without_volatile(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_volatile(item) for key, item in value.items() if key not in VOLATILE}
     return [_without_volatile(item) for item in value] if isinstance(value, list) else value
-
-
-def _wakes(system: System) -> int:
-    return sum(
-        int(entry.get("wakes", 0))
-        for item in system.client.objects("omnimodels")
-        for entry in item["status"].get("residency", ())
-    )
 
 
 def _progress(items: Sequence[Any], text: str) -> Any:

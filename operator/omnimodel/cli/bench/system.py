@@ -16,11 +16,15 @@ from typing import Any, TypeVar
 
 import click
 import psutil
+import yaml
 
+from omnimodel.agent.supply import supply
+from omnimodel.catalog import load
 from omnimodel.cli import output
 from omnimodel.cli.check import addressed
 from omnimodel.cli.client import Answer, Client
 from omnimodel.cli.target import state_dir_option
+from omnimodel.controllers.local_snapshot import Snapshot, decide
 from omnimodel.errors import OmniError, Reason
 from omnimodel.protocol import probe as known_answer
 
@@ -59,6 +63,14 @@ class System:
         """What is wrong with an answer to the probe."""
         return known_answer.failures(item["spec"]["probe"], answer.status, answer.headers, answer.body)
 
+    def wakes(self) -> int:
+        """How many wakes there have been, of all models."""
+        return sum(
+            int(entry.get("wakes", 0))
+            for item in self.client.objects("omnimodels")
+            for entry in item["status"].get("residency", ())
+        )
+
     def footprint(self) -> tuple[int, int]:
         """Private bytes and open descriptors of the main process and all that it started; zeros elsewhere."""
         if not self.pid:
@@ -83,6 +95,25 @@ def system_options(function: Function) -> Function:
         help="Without an address: start a system on these manifests.",
     )
     return address(catalog(state_dir_option(function)))
+
+
+def frame_bytes(catalog: Path) -> int:
+    """The size of a frame in the pool that a folder of manifests is served from."""
+    return supply(decide(Snapshot(load(catalog), {}, {}, "", None)).pool).frame_bytes
+
+
+@contextlib.contextmanager
+def on_one_thread(catalog: Path) -> Iterator[Path]:
+    """A copy of a folder of manifests, for as long as the context lasts, whose chat models compute on one thread."""
+    with tempfile.TemporaryDirectory() as name:
+        for number, file in enumerate(sorted(catalog.rglob("*.y*ml"))):
+            documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+            for document in documents:
+                runtime = ((document or {}).get("spec") or {}).get("runtime") or {}
+                if runtime.get("task") == "text-generation":
+                    runtime["threads"] = 1
+            (Path(name) / f"{number}.yaml").write_text(yaml.safe_dump_all(documents), encoding="utf-8")
+        yield Path(name)
 
 
 @contextlib.contextmanager
