@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import yaml
 
+from omnimodel.agent import sources
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.sources import Sources
 
@@ -59,6 +61,18 @@ class Packages:
         """The file or folder that a model is published from."""
         package = MODELS[name]["spec"]["source"]["package"]
         return await self.wheel(package["name"]) / package["path"]
+
+    async def fetched(self, name: str, root: Path) -> None:
+        """Make it as if an agent whose sources lie there had fetched a model's package before."""
+        spec = MODELS[name]["spec"]["source"]["package"]
+        key = sources._key("package", spec)
+        work = root / "downloads" / key
+        wheel, found = await self.wheel(spec["name"]), await self.source(name)
+        for file in [found] if found.is_file() else [path for path in found.rglob("*") if path.is_file()]:
+            target = work / sources._CONTENT / file.relative_to(wheel)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        Sources(root)._keep(work, key, spec["path"])
 
     async def environment(self, name: str) -> list[str]:
         """Folders to search for the packages that a model asks for beside those that are there."""
