@@ -46,11 +46,13 @@ format: setup  ## Format the code
 drift: setup  ## Fail when a generated file is not what its source says
 	$(BIN)/omni crds --check crds
 	$(BIN)/omni crds --check charts/omnimodel/files/crds
+	$(BIN)/omni crds --policy --check charts/omnimodel/files/policies
 	$(BIN)/omni crds --reference --check docs/manifest.md
 
 generate: setup  ## Write the generated files anew
 	$(BIN)/omni crds --output crds
 	$(BIN)/omni crds --output charts/omnimodel/files/crds
+	$(BIN)/omni crds --policy --output charts/omnimodel/files/policies
 	$(BIN)/omni crds --reference --output docs/manifest.md
 
 bench: setup  ## Measure swaps, spawns and the gateway on this machine; JSON goes to build/bench

@@ -51,7 +51,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "args --api-key k",
         {"runtime": {"engine": "llamacpp", "args": ["--api-key", "k"]}},
         [
-            "runtime.args[0]: '--api-key': --api-key belongs to the system; remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef"
+            "runtime.args[0]: '--api-key': --api-key belongs to the system; remove it: clients never reach the program itself; a key that it needs goes to spec.runtime.env as secretKeyRef"
         ],
     ),
     (
@@ -170,7 +170,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
             }
         },
         [
-            "runtime.command[3]: '--api-key': --api-key belongs to the system; remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef",
+            "runtime.command[3]: '--api-key': --api-key belongs to the system; remove it: clients never reach the program itself; a key that it needs goes to spec.runtime.env as secretKeyRef",
             "runtime.command[4]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
         ],
     ),

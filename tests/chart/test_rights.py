@@ -58,7 +58,8 @@ def test_the_operator_writes_what_it_owns_and_nothing_that_people_write(server: 
         assert may(server, user, "patch", f"{kind}/status")
         assert [verb for verb in WRITING if may(server, user, verb, kind)] == []
     assert all(may(server, user, verb, "omniprocesses") for verb in ("create", "patch", "delete"))
-    assert all(may(server, user, verb, "statefulsets") for verb in ("create", "patch", "delete"))
+    assert all(may(server, user, verb, "statefulsets") for verb in ("create", "patch"))
+    assert not may(server, user, "delete", "statefulsets"), "they go with their pool"
     assert may(server, user, "update", "leases", release)
     assert not may(server, user, "update", "leases")
 

@@ -39,12 +39,31 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- /* The namespaces that may have pools, as a JSON list. */ -}}
 {{- define "omnimodel.agentNamespaces" -}}
 {{- if .Values.agent.namespaces -}}
+{{- range .Values.agent.namespaces -}}
+{{- if and $.Values.namespaces (not (has . $.Values.namespaces)) -}}
+{{- fail (printf "agent.namespaces: %s is not in namespaces: nobody would look after its pools; add it there" .) -}}
+{{- end -}}
+{{- end -}}
 {{- .Values.agent.namespaces | sortAlpha | uniq | toJson -}}
 {{- else if .Values.namespaces -}}
 {{- .Values.namespaces | sortAlpha | uniq | toJson -}}
 {{- else -}}
 {{- list .Release.Namespace | toJson -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* Names of the service accounts that pods of pools may run under, as a JSON list: the chart makes the first. */ -}}
+{{- define "omnimodel.agentAccounts" -}}
+{{- prepend .Values.agent.moreServiceAccountNames .Values.agent.serviceAccountName | uniq | toJson -}}
+{{- end -}}
+
+{{- /* The agents of every namespace as subjects of a binding. */ -}}
+{{- define "omnimodel.agentSubjects" -}}
+{{- range $namespace := include "omnimodel.agentNamespaces" . | fromJsonArray }}
+{{- range include "omnimodel.agentAccounts" $ | fromJsonArray }}
+- {kind: ServiceAccount, name: {{ . }}, namespace: {{ $namespace }}}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- /* What pod security level "restricted" asks of a pod, and of a container. */ -}}

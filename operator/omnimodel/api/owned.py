@@ -12,7 +12,7 @@ from omnimodel.api.runtime import Runtime
 PATH = ("spec", "runtime")
 _NO_PORT = "remove it: the system assigns ports and addresses"
 _NAMES = "write it in spec.servedNames"
-_KEY = "remove it: the gateway checks clients; a key that the program needs goes to spec.runtime.env as secretKeyRef"
+_KEY = "remove it: clients never reach the program itself; a key that it needs goes to spec.runtime.env as secretKeyRef"
 _MEMORY = "write spec.resources.deviceMemory, such as 24Gi"
 _DEVICES = "write spec.resources.devices, a count; which ones is the system's choice"
 _CONTEXT = "write spec.runtime.options.contextTokens"
@@ -48,7 +48,7 @@ ARGUMENTS: dict[str, str] = {
     "threads": "write spec.runtime.threads",
     "n-threads": "write spec.runtime.threads",
 }
-_SHORT: dict[str, str] = {
+SHORT: dict[str, str] = {
     "-m": "model",
     "-a": "alias",
     "-c": "ctx-size",
@@ -60,7 +60,7 @@ _SHORT: dict[str, str] = {
     "-dev": "device",
 }
 # What engine command may not say either; its port it has to say, as {port}.
-_IN_COMMAND = (
+IN_COMMAND = (
     "api-key",
     "gpu-memory-utilization",
     "mem-fraction-static",
@@ -69,10 +69,10 @@ _IN_COMMAND = (
     "main-gpu",
     "base-gpu-id",
 )
-_ABBREVIATION = 4  # argparse accepts --gpu-mem for --gpu-memory-utilization
-_WHOLE = ("mode",)  # options of their own that are the beginning of an owned one
+ABBREVIATION = 4  # argparse accepts --gpu-mem for --gpu-memory-utilization
+WHOLE = ("mode",)  # options of their own that are the beginning of an owned one
 
-_ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
+ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
     (
         (
             r"(CUDA|NVIDIA|HIP|ROCR|GGML_VK|ASCEND_RT|ONEAPI)_(VISIBLE_DEVICES|DEVICE_SELECTOR|DEVICE_ORDER)"
@@ -100,17 +100,17 @@ _ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
     (r"OMP_WAIT_POLICY|OMNI_.*|LISTEN_(FDS|PID|FDNAMES)", "belongs to the system", "remove it"),
     (r"HOME|TMPDIR|TMP|TEMP|PATH|USER|LOGNAME|HOSTNAME|PWD", "belongs to the sandbox", "remove it"),
 )
-_SECRET_NAME = re.compile(
+SECRET_NAME = re.compile(
     r"(^|[-_])(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY(_ID)?|SECRET_?KEY|MASTER_?KEY|PRIVATE_?KEY|"
     r"CREDENTIALS?)$",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(
+SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
     r"glpat-[\w-]{16,}|nvapi-[\w-]{16,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{30,}|xox[abprs]-[\w-]{10,}|"
     r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-_HARMLESS = {"", "none", "dummy", "empty", "null", "unused", "no-key", "not-needed", "a"}
+HARMLESS = {"", "none", "dummy", "empty", "null", "unused", "no-key", "not-needed", "a"}
 _REFERENCE = "write {name}: {{secretKeyRef: {{name: NAME, key: KEY}}}}"
 
 
@@ -121,7 +121,7 @@ def argument_rules() -> tuple[Rule, ...]:
         groups.setdefault(cure, []).append(name)
     rules = []
     for cure, names in groups.items():
-        own = [name for name in names if name in _IN_COMMAND]
+        own = [name for name in names if name in IN_COMMAND]
         rules.append(_argument_rule("self.engine == 'command' || ", "args", names, cure))
         if own:
             rules.append(_argument_rule("self.engine != 'command' || ", "args", own, cure))
@@ -151,7 +151,7 @@ def _arguments(runtime: Runtime) -> Iterator[Violation]:
         tokens = _tokens(line)
         for position, token in enumerate(tokens):
             owned = _owned(token)
-            if owned and (runtime.engine != "command" or owned in _IN_COMMAND):
+            if owned and (runtime.engine != "command" or owned in IN_COMMAND):
                 problem = f"--{owned} belongs to the system"
                 yield Violation(path, problem, ARGUMENTS[owned], token.split("=")[0])
                 break
@@ -162,7 +162,7 @@ def _arguments(runtime: Runtime) -> Iterator[Violation]:
                     break
             if _is_secret(token, _following(runtime.args, index, tokens, position)):
                 yield Violation(
-                    path, "has a secret in clear text, and argv is readable by others", _in_env(), secret=True
+                    path, "has a secret in clear text, and argv is readable by others", in_env(), secret=True
                 )
                 break
 
@@ -174,7 +174,7 @@ def _command(runtime: Runtime) -> Iterator[Violation]:
         for position, token in enumerate(tokens):
             owned = _owned(token, short=False)
             following = _following(runtime.command, index, tokens, position)
-            if owned in _IN_COMMAND and not (owned == "device" and following in ("cpu", "cuda", "auto")):
+            if owned in IN_COMMAND and not (owned == "device" and following in ("cpu", "cuda", "auto")):
                 yield Violation(path, f"--{owned} belongs to the system", ARGUMENTS[owned], token.split("=")[0])
                 break
             if _fixed_port(token, following):
@@ -182,7 +182,7 @@ def _command(runtime: Runtime) -> Iterator[Violation]:
                 break
             if _is_secret(token, following):
                 yield Violation(
-                    path, "has a secret in clear text, and argv is readable by others", _in_env(), secret=True
+                    path, "has a secret in clear text, and argv is readable by others", in_env(), secret=True
                 )
                 break
     if runtime.engine == "command" and runtime.command:
@@ -199,7 +199,7 @@ def _environment(runtime: Runtime) -> Iterator[Violation]:
     for name, value in runtime.env.items():
         path = (*PATH, "env", name)
         text = value if isinstance(value, str) else None
-        for pattern, problem, cure in _ENVIRONMENT:
+        for pattern, problem, cure in ENVIRONMENT:
             if re.fullmatch(pattern, name, re.IGNORECASE):
                 yield Violation(path, f"{name} {problem}", cure)
                 break
@@ -208,13 +208,14 @@ def _environment(runtime: Runtime) -> Iterator[Violation]:
                 continue
             if text.startswith("os.environ/"):
                 yield Violation(path, "is a reference of another system", _REFERENCE.format(name=name), text)
-            elif (_SECRET_NAME.search(name) and text.lower() not in _HARMLESS) or _SECRET_VALUE.search(text):
+            elif (SECRET_NAME.search(name) and text.lower() not in HARMLESS) or SECRET_VALUE.search(text):
                 yield Violation(path, "is a secret in clear text", _REFERENCE.format(name=name), secret=True)
             elif re.search(r"(^|_)PORT$", name, re.IGNORECASE) and text.strip().isdecimal():
                 yield Violation(path, "is a fixed port", 'write "{port}": the system assigns ports', text)
 
 
-def _in_env() -> str:
+def in_env() -> str:
+    """What to do with a secret."""
     return "pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}"
 
 
@@ -242,12 +243,12 @@ def _owned(token: str, *, short: bool = True) -> str:
     """The owned option that a token is, in any spelling; empty for none."""
     if not token.startswith("-") or re.fullmatch(r"-[0-9.]+", token):
         return ""
-    if short and token in _SHORT:
-        return _SHORT[token]
+    if short and token in SHORT:
+        return SHORT[token]
     name = token.lstrip("-").split("=", 1)[0].replace("_", "-").lower()
     if name in ARGUMENTS:
         return name
-    if token.startswith("--") and len(name) >= _ABBREVIATION and name not in _WHOLE:
+    if token.startswith("--") and len(name) >= ABBREVIATION and name not in WHOLE:
         return next((known for known in ARGUMENTS if known.startswith(name)), "")
     return ""
 
@@ -265,8 +266,8 @@ def _fixed_port(token: str, following: str) -> bool:
 
 
 def _is_secret(token: str, following: str) -> bool:
-    if _SECRET_VALUE.search(token):
+    if SECRET_VALUE.search(token):
         return True
     name = token.lstrip("-").split("=", 1)[0]
-    named = token.startswith("-") and _SECRET_NAME.search(name.replace("-", "_"))
-    return bool(named) and following.lower() not in _HARMLESS and not following.startswith(("-", "{", "$", "/"))
+    named = token.startswith("-") and SECRET_NAME.search(name.replace("-", "_"))
+    return bool(named) and following.lower() not in HARMLESS and not following.startswith(("-", "{", "$", "/"))

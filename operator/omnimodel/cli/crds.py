@@ -1,4 +1,4 @@
-"""`omni crds`: the custom resource definitions and the manifest reference, generated from the models."""
+"""`omni crds`: the custom resource definitions, their admission policy and the manifest reference, from the models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from omnimodel.cli.exits import ExitCode
 
 @click.command()
 @click.option("--reference", is_flag=True, help="The manifest reference (Markdown) instead of the definitions.")
+@click.option("--policy", is_flag=True, help="The admission policy for what definitions cannot refuse, instead.")
 @click.option("--output", "output_path", type=click.Path(path_type=Path), help="Write into this folder (or this file, "
               "for the reference) instead of stdout.")  # fmt: skip
 @click.option("--check", "check_path", type=click.Path(path_type=Path), help="Fail when this folder or file differs.")
 @click.pass_context
-def command(context: click.Context, reference: bool, output_path: Path | None, check_path: Path | None) -> None:
+def command(
+    context: click.Context, reference: bool, policy: bool, output_path: Path | None, check_path: Path | None
+) -> None:
     """Print the custom resource definitions."""
     if output_path is not None and check_path is not None:
         raise click.UsageError("--output and --check exclude each other.", context)
@@ -24,6 +27,10 @@ def command(context: click.Context, reference: bool, output_path: Path | None, c
         from omnimodel.api.reference import generate as generate_reference
 
         texts = {path: generate_reference()}
+    elif policy:
+        from omnimodel.api.policy import generate as generate_policy
+
+        texts = {path / name: text for name, text in generate_policy().items()}
     else:
         from omnimodel.api.crd import generate as generate_crds
 

@@ -65,12 +65,18 @@ class Discovery:
         async with asyncio.TaskGroup() as tasks:
             for mirror in self._mirrors:
                 tasks.create_task(mirror.run())
+            tasks.create_task(self._ring_when_listed())
             while True:
                 await self._bell.wait()
                 await asyncio.sleep(_GATHER_SECONDS)
                 self._bell.clear()
                 if all(mirror.synced for mirror in self._pods):
                     backend.set_agents(self.addresses())
+
+    async def _ring_when_listed(self) -> None:
+        """A first list with nothing in it tells nobody that it is there."""
+        await asyncio.gather(*(mirror.wait_synced() for mirror in self._mirrors))
+        self._ring()
 
     async def wait_synced(self, deadline_seconds: float) -> None:
         """Wait for the first list of everything.
@@ -80,16 +86,6 @@ class Discovery:
         """
         async with asyncio.timeout(deadline_seconds + 1.0):
             await asyncio.gather(*(mirror.wait_synced(deadline_seconds) for mirror in self._mirrors))
-
-    @property
-    def synced(self) -> bool:
-        """Whether everything was listed once."""
-        return all(mirror.synced for mirror in self._mirrors)
-
-    @property
-    def age_seconds(self) -> float:
-        """Since the oldest of the last signs of life of the watches."""
-        return max(mirror.age_seconds for mirror in self._mirrors)
 
     def addresses(self) -> list[Address]:
         """Where the agents are."""
