@@ -115,6 +115,24 @@ async def test_requests_have_their_drain_timeout_when_their_process_has_to_go(wo
         assert await world.ask("m1") == pytest.approx(world.answer(8, 2))
 
 
+async def test_a_server_that_does_not_end_by_itself_has_its_drain_timeout_and_is_ended_then(world):
+    serve = (
+        "import http.server, signal, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()"
+    )
+    runtime = {"engine": "command", "task": "infer", "command": ["python", "-c", serve, "{port}"]}
+    spec = {"source": {"path": str(world.weights(8, 1)[0])}, "runtime": runtime, "limits": {"drainTimeout": "1s"}}
+    spec["resources"] = {"deviceMemory": "64Mi"}
+    await world.apply({"metadata": {"name": "m1"}, "spec": spec})
+    assert world.report("m1").tier == "resident", world.report("m1")
+    pid = world.instance("m1").process.pid
+    await world.agent.evict("default", "m1", 60)
+    assert world.report("m1").tier == "warm"
+    assert world.instance("m1").process.pid == pid
+    assert "EvictTimeout" not in [event.reason for event in await events_of(world, "m1")]
+
+
 async def test_who_waits_for_a_model_that_is_deleted_is_told_at_once(world):
     await world.apply(world.manifest("m1", seed=1, limits={"concurrency": 1}))
     slow = asyncio.create_task(world.ask("m1", "sleep:2"))
@@ -168,6 +186,7 @@ async def test_the_process_of_an_evicted_model_goes_after_a_while_unless_its_idl
     monkeypatch.setattr(world.broker, "idle_constants", type(world.broker.idle_constants)(warm_seconds=0.2))
     world.broker.kick()
     await world.until(lambda: world.report("m1").tier == "cold", "its process has gone")
+    await world.broker.moves.settle(world.instance("m1"))
     told = [event.message for event in await events_of(world, "m1") if event.reason == "Stopped"]
     assert "its process goes" in told[-1]
     assert world.instance("m2").process.pid == pid

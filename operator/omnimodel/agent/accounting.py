@@ -34,7 +34,7 @@ class Accounting:
         memory: DeviceMemory,
         instances: Mapping[str, Instance],
         zygote_bytes: Callable[[], int],
-        give_up: Callable[[int], None],
+        give_up: Callable[[int], object],
     ) -> None:
         self._memory = memory
         self._instances = instances

@@ -260,25 +260,28 @@ class Broker:
         instance.measured = True
         self.kick()
 
-    def _relieve_host(self, short_bytes: int) -> None:
-        """Give up images of the arena, then the warm processes that are missed least, since host memory is short."""
+    def _relieve_host(self, short_bytes: int) -> bool:
+        """Give up images of the arena, then the warm processes that are missed least, since host memory is short.
+
+        Returns:
+            Whether any bytes are free now that were not, or will be in a moment.
+        """
         host = self.memory.ledger.host
         going = (i for i in self.instances.values() if i.name in self.moves and i.state in {State.WARM, State.STOPPING})
-        short_bytes -= sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
-        if short_bytes > 0:
-            short_bytes -= self.memory.arena.give_up(short_bytes, self._worth_of_image)
-        if short_bytes <= 0:
-            return
+        coming_bytes = sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
+        if coming_bytes < short_bytes:
+            coming_bytes += self.memory.arena.give_up(short_bytes - coming_bytes, self._worth_of_image)
         warm = [
             instance
             for instance in self.instances.values()
             if instance.state is State.WARM and not instance.line.busy and instance.name not in self.moves
         ]
         for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
+            if coming_bytes >= short_bytes:
+                break
             self.moves.step_off(instance, "host memory is short", "host", stop=True)
-            short_bytes -= host.held_bytes(instance.name, Kind.PROCESS)
-            if short_bytes <= 0:
-                return
+            coming_bytes += host.held_bytes(instance.name, Kind.PROCESS)
+        return coming_bytes > 0
 
     # What controllers ask
 

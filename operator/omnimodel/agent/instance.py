@@ -109,6 +109,7 @@ class Instance:
         self.freezing = False
         self.reserved = False
         self.proving = False  # it is asked its known answer after a wake
+        self.hung = False  # killed, and not seen to be gone: what it holds stays its own
         self.blocked = ""
         self.removed = ""
 
@@ -173,6 +174,8 @@ class Instance:
     @property
     def held_bytes(self) -> int:
         """What it holds on the device, or will when the moves under way are done."""
+        if self.hung:  # its frames are in quarantine
+            return self.working_bytes
         if self.reserved or (self.state is State.RESIDENT and not self.leaving):
             return self.weights_bytes + self.working_bytes
         if self.state is State.FROZEN or (self.leaving and self.freezing):
@@ -363,7 +366,8 @@ class Instance:
         if watch is None:
             return True
         await asyncio.wait([watch], timeout=_KILL_SECONDS)
-        if not watch.done():
+        self.hung = not watch.done()
+        if self.hung:
             log.error("not_gone model=%s pid=%s", self.name, self.process.pid if self.process else 0)
         return watch.done()
 
@@ -374,6 +378,7 @@ class Instance:
         if session is not None:
             await session.close()
         self.frozen_since_seconds = None
+        self.hung = False
         self.private_bytes = 0
         self.line.owed = 0
         error = self.ended_because(process) if self._ending else ended

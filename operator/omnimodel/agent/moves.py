@@ -51,7 +51,7 @@ class Moves:
         memory: of the device.
         events: where moves are told to people.
         worth: of an image by its digest; the least worth loses its frames first.
-        relieve: asks warm processes to give up so many bytes of host memory.
+        relieve: asks for so many bytes of host memory; whether any are coming.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
         changed: called when a move has ended.
     """
@@ -62,7 +62,7 @@ class Moves:
         events: EventLog,
         *,
         worth: Callable[[str], float],
-        relieve: Callable[[int], None],
+        relieve: Callable[[int], bool],
         measure: Callable[[Instance], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
@@ -289,7 +289,8 @@ class Moves:
         """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
         deadline = time.monotonic() + _FREED_SECONDS
         while (short_bytes := self.memory.arena.short_bytes(image)) and time.monotonic() < deadline:
-            self._relieve(short_bytes)
+            if not self._relieve(short_bytes):
+                return
             await asyncio.sleep(0.01)
 
     async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
