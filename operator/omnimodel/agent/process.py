@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnimodel.agent.ending import signal_name, status_by_pidfd
 from omnimodel.agent.limits import Group
 from omnimodel.agent.output import Output
+from omnimodel.agent.private import PrivateMemory
 from omnimodel.agent.zygotes import Forked
 from omnimodel.errors import OmniError, ProcessError, Reason
 from omnimodel.isolation import Level, SandboxPlan
 from omnimodel.protocol.channel import ChannelClosed
-from omnimodel.protocol.process import Command, Envelope, Evict, Progress, Publish, Reply, Start, Stop, Wake, decode
+from omnimodel.protocol.process import (
+    Build,
+    Command,
+    Envelope,
+    Evict,
+    Progress,
+    Publish,
+    Reply,
+    Start,
+    Stop,
+    Wake,
+    decode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +44,6 @@ _DRAIN_SECONDS = 0.5
 _KILL_SECONDS = 10.0
 _WATCH_SECONDS = 0.5
 _DEAF_SECONDS = 5.0
-_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Source: include/uapi/linux/pidfd.h
 
 
 class ProcessExit(ProcessError):
@@ -116,6 +127,7 @@ class ModelProcess:
         self._stopping = False
         self._killed = False
         self._over_memory = False
+        self._private = PrivateMemory()
         self._garbled = ""  # what it said that it must not say
         self._deaf = False  # it closed its control channel
         self._dead = asyncio.Event()
@@ -149,7 +161,7 @@ class ModelProcess:
         Args:
             command: what to do.
             descriptors: sent along; they stay open here.
-            timeout_seconds: for the reply; of `Start` and `Publish`, which may take long, without any progress.
+            timeout_seconds: for the reply; of those that may take long (`Start`, `Publish`, `Build`) without progress.
             progress: called with what the process says while it is at it.
 
         Raises:
@@ -167,7 +179,7 @@ class ModelProcess:
         envelope = Envelope(number, self.generation, self.instance, command)
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
-                if isinstance(command, Start | Publish):
+                if isinstance(command, Start | Publish | Build):
                     self._moving[number] = _Moving(limit, timeout_seconds)
                 with contextlib.suppress(ChannelClosed):  # it is ending: the waiter gets to know why
                     await self._channel.send(envelope.to_message(), descriptors)
@@ -217,7 +229,7 @@ class ModelProcess:
         usage = self.group.usage_bytes()
         if usage is not None:
             return usage
-        return sum(_private_bytes(pid) for pid in self.group.pids() or {self.pid, *session_of(self.pid)})
+        return self._private.of(self.group.pids() or {self.pid, *session_of(self.pid)})
 
     async def _watch_memory(self) -> None:
         """The memory limit of a machine without control groups for it."""
@@ -316,7 +328,7 @@ class ModelProcess:
         except (TimeoutError, asyncio.CancelledError):
             if self._released.cancelling():
                 raise
-            return _status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
+            return status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
 
     def _reason(self, status: int | None) -> ProcessExit:
         lines = [line.strip() for line in self.output.tail(200).splitlines() if line.strip()]
@@ -342,7 +354,7 @@ class ModelProcess:
         elif status == -signal.SIGKILL:
             problem = "its process was killed from outside (by an administrator, or the machine ran out of memory)"
         elif status < 0:
-            problem = f"its process was ended by {_signal_name(-status)}{said}"
+            problem = f"its process was ended by {signal_name(-status)}{said}"
         else:
             problem = f"its process ended by itself with exit status {status}{said}"
         return ProcessExit(self.subject, problem, cure, reason=reason, status=status)
@@ -351,29 +363,11 @@ class ModelProcess:
 _LATE: dict[type[Command], tuple[Reason, str]] = {
     Start: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
     Publish: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
+    Build: (Reason.ENVIRONMENT_FAILED, "see its log for what the compiler waits for"),
     Wake: (Reason.LOAD_TIMEOUT, "see its log"),
     Evict: (Reason.EVICT_TIMEOUT, "its process is killed so that its memory comes back"),
     Stop: (Reason.EVICT_TIMEOUT, "its process is killed"),
 }
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _status_by_pidfd(pidfd: int) -> int | None:
-    """The exit status from the kernel (Linux 6.15), for a process that is not our child."""
-    buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, buffer)
-    except OSError:
-        return None
-    mask, _ = struct.unpack_from("QQ", buffer)
-    (code,) = struct.unpack_from("i", buffer, 60)
-    return os.waitstatus_to_exitcode(code) if mask & _PIDFD_INFO_EXIT else None
 
 
 def session_of(leader: int) -> list[int]:
@@ -386,12 +380,3 @@ def session_of(leader: int) -> list[int]:
                 if int(fields[3]) == leader:
                     found.append(int(name))
     return found
-
-
-def _private_bytes(pid: int) -> int:
-    """Private pages by smaps; frames are mapped by the agent as well, so they are not among them."""
-    try:
-        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Private_"))
