@@ -256,6 +256,20 @@ async def test_a_batch_larger_than_the_cache_is_answered_all_the_same(published,
     assert await text_of(child, bodies[0]) == expected[0]
 
 
+async def test_limits_of_tokens_are_kept_and_told(published, source):
+    limits = {"concurrency": 4, "inputTokens": 64, "outputTokens": 8}
+    child = await published("smollm2", generation(limits=limits), source)
+    status, answer = await child.post("/v1/completions", {"prompt": list(range(65)), "max_tokens": 1})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["message"] == "The prompt have 65 tokens, this model takes at most 64"
+    status, answer = await child.post("/v1/chat/completions", chat(max_tokens=9))
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert "9 is more than the 8 allowed here" in answer["error"]["message"]
+    asked = {"prompt": list(range(64)), "ignore_eos": True}
+    status, answer = await child.post("/v1/completions", asked)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 8), "as many as are allowed when none are asked for"
+
+
 FRAGILE = """
 import torch
 from omnimodel.runtime.engines.transformers import TextGeneration
