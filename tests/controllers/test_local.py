@@ -173,6 +173,17 @@ class _Nothing:
         return []
 
 
+async def test_a_model_that_asks_for_several_copies_is_told_that_a_machine_holds_one(folder: Path) -> None:
+    agent = StandInAgent()
+    write_model(folder, "words", extra="replicas: {min: 3}")
+    async with controlling(folder, agent) as controller:
+        await until(lambda: agent.names == ["default/words"], "its process")
+        told = [event async for event in agent.events.follow(follow=False) if event.name == "words"]
+        assert [event.reason for event in told] == ["TooFewPods"]
+        assert "replicas.min 3" in told[0].message
+        assert condition(controller, "words")[0] == "True"
+
+
 async def test_the_older_of_two_models_keeps_a_name(folder: Path) -> None:
     older = Identity("uid-1", "2020-01-01T00:00:00Z", 1, "of an earlier run")
     IdentityFile(folder.parent / OBJECTS_FILE).write({("OmniModel", "default", "zebra"): older})

@@ -276,7 +276,7 @@ class Model:
                 peak_bytes = process.group.peak_bytes()
                 measured_bytes = max(peak_bytes or 0, instance.private_bytes)
                 self._broker.learn_working(instance, working_from_measured(measured_bytes, instance.coming_bytes))
-                self._remember_size(instance)
+                await asyncio.to_thread(self._remember_size, instance)
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
             self._broker.moves.end_measuring(instance)

@@ -86,6 +86,10 @@ def decide(snapshot: Snapshot) -> Desired:
     for finding in placed.warnings:
         notes.setdefault(finding.model, []).append((str(finding.reason), finding.message))
     for model in models:
+        wished = model.spec.replicas
+        if wished is not None and (wished.min or 1) > 1:
+            sentence = f"replicas.min {wished.min} asks for as many pods, and one machine holds one copy of a model"
+            notes.setdefault(model.key, []).append((str(Reason.TOO_FEW_PODS), sentence))
         named = catalog.pool_of(model)
         if named is not None and named.key != pool.key:
             refused[model.key] = Refusal(Reason.POOL_NOT_FOUND, other_pool(named.metadata.name, pool))
