@@ -46,7 +46,10 @@ FOREIGN: dict[str, Any] = {
     "gateway": {
         "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["models.example.org"]}
     },
-    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "metrics": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    },
 }
 
 

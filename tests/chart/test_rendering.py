@@ -33,7 +33,7 @@ def test_an_api_server_takes_what_is_rendered(api_cluster: Connection, namespace
 
 
 def test_definitions_of_others_are_used_only_when_asked_for(api_cluster: Connection) -> None:
-    foreign = {"HTTPRoute", "ServiceMonitor", "PodMonitor", "Ingress"}
+    foreign = {"HTTPRoute", "ServiceMonitor", "PodMonitor", "PrometheusRule", "Ingress"}
     assert not foreign & {one["kind"] for one in objects(template(api_cluster))}
     assert foreign - {"Ingress"} <= {one["kind"] for one in objects(template(api_cluster, FOREIGN))}
 

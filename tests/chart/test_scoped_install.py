@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from omnimodel.controllers.gateway_kubernetes import Discovery
 from omnimodel.controllers.kubernetes import Operator, OperatorSettings
 from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.gateway.routing import RoutingBackend
-from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kube
+from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kube, KubeError
 
 pytestmark = [pytest.mark.cluster_api, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 SYSTEM = "omni-system"
@@ -197,6 +198,18 @@ async def test_no_right_is_missing_and_none_is_idle(
     assert installed.denied()[who] == []
     idle = granted(own_cluster, *roles) - installed.used(who) - RARELY[who].keys()
     assert sorted_rights(idle) == {}
+
+
+async def test_an_account_of_a_pools_own_is_held_to_its_pod(
+    own_cluster: Cluster, installed: Installed, tmp_path: Path
+) -> None:
+    """One that came with rights at a cloud may write statuses as any agent may, and not more."""
+    del installed
+    stranger = account(own_cluster, tmp_path, "team-b", CUSTOM)
+    entry = [{"pod": "gpu-0", "ready": True}]
+    async with await Kube.connect(str(stranger)) as kube:
+        with pytest.raises(KubeError, match="the token was made for no pod"):
+            await kube.patch_status(POOLS, "gpu", "team-b", {"pods": entry}, manager="omni-agent.gpu-0")
 
 
 async def test_nobody_looks_into_another_namespace(installed: Installed) -> None:

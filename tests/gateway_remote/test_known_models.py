@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.world import until
 from gateway_remote.world import PATH, Cluster, chat
@@ -84,6 +85,19 @@ async def test_metrics_count_decisions_and_retries(tmp_path: Path, cluster: Clus
     cluster.backend.set_agents([cluster.pods[1].address])
     series = set(measures.routed._metrics)
     assert {agent for agent, _ in series} == {"pod-1"}
+
+
+async def test_agents_of_one_name_in_two_namespaces_are_two_series(cluster: Cluster) -> None:
+    first, second = (pod.address for pod in cluster.pods)
+    names = {first.url: "team-a", second.url: "team-b"}
+    cluster.backend.set_agents(Address(url, "default-0", namespace=namespace) for url, namespace in names.items())
+    cluster.add(tier="resident")
+    await cluster.known()
+    registry = CollectorRegistry()
+    RoutingMeasures(registry).seats = cluster.backend.seats
+    text = generate_latest(registry).decode()
+    up = [line for line in text.splitlines() if line.startswith("omni_agent_up{")]
+    assert sorted(up) == ['omni_agent_up{agent="team-a/default-0"} 1.0', 'omni_agent_up{agent="team-b/default-0"} 1.0']
 
 
 def test_measures_of_two_backends_do_not_meet() -> None:

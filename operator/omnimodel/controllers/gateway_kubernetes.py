@@ -102,7 +102,8 @@ class Discovery:
         )
         ip = pod["status"]["podIP"]
         host = f"[{ip}]" if ":" in ip else ip
-        return Address(f"http://{host}:{self._port}", pod["metadata"]["name"], place)
+        metadata = pod["metadata"]
+        return Address(f"http://{host}:{self._port}", metadata["name"], place, metadata["namespace"])
 
     def _pool(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         return next(

@@ -84,7 +84,7 @@ class RoutingBackend:
         if seat.task is not None:
             seat.task.cancel()
         self._out(seat, "its pod is gone")
-        self.measures.forget(seat.agent.name)
+        self.measures.forget(seat.label)
         task = asyncio.create_task(self._retire(seat), name=f"retire {seat.agent.name}")
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
@@ -239,7 +239,7 @@ class RoutingBackend:
         standing = residency_of(
             seat.snapshot, seat.snapshot.cards[key], seat.snapshot.models.get(key), seat.load(key, entered=1)
         )
-        self.measures.routed.labels(seat.agent.name, standing.name.lower()).inc()
+        self.measures.routed.labels(seat.label, standing.name.lower()).inc()
 
     def _not_sent(self, seat: Seat, key: str, error: NotSentError) -> None:
         log.info("not_sent agent=%s model=%s reason=%s", seat.agent.name, key, error.reason)

@@ -11,14 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 
-class _Agent(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
 class _Seat(Protocol):
     @property
-    def agent(self) -> _Agent: ...
+    def label(self) -> str: ...
     @property
     def there(self) -> bool: ...
     @property
@@ -65,8 +60,8 @@ class _Table(Collector):
         up = GaugeMetricFamily("omni_agent_up", "Whether an agent is in the routing table.", labels=["agent"])
         running = GaugeMetricFamily("omni_agent_requests", "Requests of this gateway on an agent.", labels=["agent"])
         for seat in self._measures.seats.values():
-            up.add_metric([seat.agent.name], float(seat.there))
-            running.add_metric([seat.agent.name], float(seat.open_total))
+            up.add_metric([seat.label], float(seat.there))
+            running.add_metric([seat.label], float(seat.open_total))
         held = GaugeMetricFamily("omni_requests_without_agent", "Requests held because no agent has their model.")
         held.add_metric([], float(sum(self._measures.held.values())))
         yield from (up, running, held)

@@ -18,11 +18,13 @@ class Address:
         url: such as `http://10.0.0.7:8710`.
         name: of its pod.
         place: its region and zone.
+        namespace: of its pod; pods of two namespaces may have the same name.
     """
 
     url: str
     name: str = ""
     place: Place = field(default=Place())
+    namespace: str = ""
 
 
 class Seat:
@@ -43,6 +45,12 @@ class Seat:
         self.again = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def label(self) -> str:
+        """What it is called in metrics: no other seat is."""
+        namespace = self.address.namespace
+        return self.agent.name if namespace in ("", "default") else f"{namespace}/{self.agent.name}"
 
     @property
     def there(self) -> bool:
