@@ -6,15 +6,14 @@ The model is a linear layer, but everything around it is the real thing: zygote,
 from __future__ import annotations
 
 import json
-import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,113 +22,20 @@ import pytest
 
 from cli.conftest import environment
 from cli.linear import POOL, QUESTION, write_linear, write_weights
-from omnimodel.protocol.admin import OBJECTS_PATH
+from running import DEADLINE_SECONDS, Up, groups, leftovers, until
 
 pytestmark = pytest.mark.slow
-START_SECONDS = 240.0  # a zygote imports torch: 10 s on a quiet machine
-DEADLINE_SECONDS = 120.0
 
 
-class Up:
-    """A running `omni up`."""
-
-    def __init__(self, folder: Path, state_dir: Path, *options: str) -> None:
-        self.state_dir = state_dir
-        self.environment = environment(state_dir)
-        command = [sys.executable, "-m", "omnimodel.cli", "up", str(folder), "--listen", "127.0.0.1:0", "-o", "json"]
-        self.process = subprocess.Popen(
-            [*command, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environment,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self.messages: list[str] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(stream, lines), daemon=True)
-            for stream, lines in ((self.process.stdout, self.lines), (self.process.stderr, self.messages))
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    @staticmethod
-    def _read(stream: Any, lines: list[str]) -> None:
-        for line in stream:
-            lines.append(line)
-
-    def ready(self) -> dict[str, Any]:
-        """The first line, once it is there."""
-        until(lambda: self.lines or self.process.poll() is not None, "the first line", START_SECONDS)
-        assert self.lines, "".join(self.messages)
-        return dict(json.loads(self.lines[0]))
-
-    @property
-    def address(self) -> str:
-        return str(self.ready()["address"])
-
-    def ask(self, model: str) -> tuple[int, Any]:
-        """Status and answer of the question."""
-        request = urllib.request.Request(
-            f"{self.address}/v2/models/{model}/infer",
-            json.dumps(QUESTION).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def value(self, model: str) -> float | None:
-        """The first number of the answer; None when there is none."""
-        status, answer = self.ask(model)
-        return float(answer["outputs"][0]["data"][0]) if status == 200 else None
-
-    def omni(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "omnimodel.cli", *arguments],
-            capture_output=True, text=True, env=self.environment, timeout=120, check=False,
-        )  # fmt: skip
-
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def stop(self, *numbers: int) -> int:
-        """Send signals and wait for the end; the exit code."""
-        for number in numbers or (signal.SIGINT,):
-            self.process.send_signal(number)
-        code = self.process.wait(DEADLINE_SECONDS)
-        for reader in self._readers:
-            reader.join(DEADLINE_SECONDS)
-        return code
+def ask(up: Up, model: str) -> tuple[int, Any]:
+    """Status and answer of the question."""
+    return up.infer(model, QUESTION)
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
-    return found
-
-
-def leftovers(state_dir: Path, processes: list[psutil.Process]) -> list[str]:
-    """Processes, mounts, control groups and sockets that should be gone."""
-    found = [str(process) for process in processes if process.is_running() and process.status() != "zombie"]
-    found += [line for line in Path("/proc/mounts").read_text().splitlines() if str(state_dir) in line]
-    run = state_dir / "run"
-    found += [str(path) for path in run.rglob("*")] if run.exists() else []
-    if (state_dir / "address").exists():
-        found.append("the address file")
-    return found
-
-
-def groups(up: Up) -> list[Path]:
-    """Control groups of its models, and the groups above that all of them are in."""
-    items = json.loads(up.omni("get", "processes", "-o", "json").stdout)["items"]
-    paths = [Path(path) for item in items for path in (item["status"].get("cgroup") or "").split(",") if path]
-    return [*paths, *{path.parent for path in paths}]
+def value(up: Up, model: str) -> float | None:
+    """The first number of the answer; None when there is none."""
+    status, answer = ask(up, model)
+    return float(answer["outputs"][0]["data"][0]) if status == 200 else None
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +63,7 @@ def test_the_first_line_says_ready_and_where(up: Up) -> None:
     assert first["ready"] is True
     assert first["failed"] == []
     assert (up.state_dir / "address").read_text().strip() == first["address"]
-    assert up.value("one") == 6.0
+    assert value(up, "one") == 6.0
 
 
 def test_every_line_of_stdout_is_a_json_object(up: Up) -> None:
@@ -173,7 +79,7 @@ def test_a_second_one_on_the_state_directory_is_refused(up: Up, place: Path) -> 
     assert f"pid {up.process.pid}" in message
     assert "--state-dir" in message
     assert not second.lines
-    assert up.value("one") == 6.0
+    assert value(up, "one") == 6.0
 
 
 def test_check_passes(up: Up) -> None:
@@ -185,21 +91,21 @@ def test_check_passes(up: Up) -> None:
 def test_a_new_file_is_a_new_model(up: Up, place: Path) -> None:
     up.ready()
     path = write_linear(place / "catalog", "two", place / "weights.safetensors", shift=1.0)
-    until(lambda: up.value("two") == 7.0, "the new model's answer")
+    until(lambda: value(up, "two") == 7.0, "the new model's answer")
     path.unlink()
-    until(lambda: up.ask("two")[0] == 404, "the deleted model to be unknown")
-    assert up.value("one") == 6.0
+    until(lambda: ask(up, "two")[0] == 404, "the deleted model to be unknown")
+    assert value(up, "one") == 6.0
 
 
 def test_an_edit_is_rolled_without_an_error_in_between(up: Up, place: Path) -> None:
     up.ready()
     write_linear(place / "catalog", "three", place / "weights.safetensors")
-    until(lambda: up.value("three") == 6.0, "the first version")
+    until(lambda: value(up, "three") == 6.0, "the first version")
     write_linear(place / "catalog", "three", place / "weights.safetensors", shift=10.0)
     seen: list[float | None] = []
 
     def rolled() -> bool:
-        seen.append(up.value("three"))
+        seen.append(value(up, "three"))
         return seen[-1] == 16.0
 
     until(rolled, "the second version")
@@ -213,13 +119,13 @@ def test_a_broken_file_changes_nothing(up: Up, place: Path) -> None:
     path.write_text(good.replace("engine: python", "engine: pyhton"))
     shown = until(lambda: "one.yaml" in (text := up.omni("get", "models").stderr) and text, "the error")
     assert "python" in shown
-    assert up.value("one") == 6.0
+    assert value(up, "one") == 6.0
     path.write_text(good)
     until(lambda: "one.yaml" not in up.omni("get", "models").stderr, "the error to go")
 
 
 def test_objects_have_what_scripts_rely_on(up: Up) -> None:
-    up.value("one")
+    value(up, "one")
     (pool,) = json.loads(up.omni("get", "pools", "-o", "json").stdout)["items"]
     assert pool["status"]["budgetBytes"] == 512 << 20
     assert pool["status"]["residentBytes"] > 0
@@ -234,21 +140,90 @@ def test_objects_have_what_scripts_rely_on(up: Up) -> None:
 
 
 def test_wake_and_evict_move_the_tier(up: Up) -> None:
-    up.value("one")
+    value(up, "one")
     assert json.loads(up.omni("evict", "one", "-o", "json").stdout)["tier"] in {"warm", "cold"}
     assert json.loads(up.omni("wake", "one", "-o", "json").stdout)["tier"] == "resident"
+
+
+EDITS = 3
+
+
+def test_edits_are_reconciled_within_two_seconds(up: Up, place: Path) -> None:
+    """Measured from just before a file is replaced to what the system says it did, by the clock of both.
+
+    How often this test looks does not count, and of each kind of edit the median does: a machine may be busy once.
+    """
+    up.ready()
+    folder = place / "catalog"
+    write_linear(folder, "edited", place / "weights.safetensors")
+    good = (folder / "edited.yaml").read_text()
+    until(lambda: value(up, "edited") == 6.0, "the model")
+    elsewhere = good.replace("spec:", "spec:\n  pool: none", 1)
+    kinds: dict[str, tuple[str | None, dict[str, str]]] = {
+        "broken": (good.replace("engine: python", "engine: pyhton"), {"kind": "Manifest"}),
+        "moved to a pool that is not there": (elsewhere, {"name": "edited", "reason": "PoolNotFound"}),
+        "deleted": (None, {"name": "edited", "reason": "Removed"}),
+    }
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(EDITS):
+        for kind, (text, about) in kinds.items():
+            before = len(up.events(**about))
+            began = time.time()
+            replace(folder / "edited.yaml", text)
+            until(lambda about=about, before=before: len(up.events(**about)) > before, f"an event: {kind}")
+            taken[kind].append(up.events(**about)[before]["time_seconds"] - began)
+            replace(folder / "edited.yaml", good)
+            until(lambda: serves_as_written(up, "edited"), f"the good file after it was {kind}")
+    (folder / "edited.yaml").unlink()
+    assert all(0 < statistics.median(seconds) < 2 for seconds in taken.values()), taken
+
+
+def replace(path: Path, text: str | None) -> None:
+    """Put a file into the place of another in one step; without a text, remove it."""
+    if text is None:
+        path.unlink()
+        return
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def serves_as_written(up: Up, name: str) -> bool:
+    """Whether a model is ready and none of its files is broken."""
+    if up.client.status()["errors"]:
+        return False
+    found = [item for item in up.client.objects("omnimodels") if item["metadata"]["name"] == name]
+    return bool(found) and any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in found[0]["status"]["conditions"]
+    )
+
+
+def test_logs_are_followed(up: Up) -> None:
+    value(up, "one")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "omnimodel.cli", "logs", "-f", "--tail", "1", "one"],
+        stdout=subprocess.PIPE, text=True, env=up.environment,
+    )  # fmt: skip
+    try:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "asked\n"
+        value(up, "one")
+        assert following.stdout.readline() == "asked\n"
+    finally:
+        following.kill()
+        following.wait()
 
 
 def test_ctrl_c_lets_a_request_finish_and_leaves_nothing(place: Path, up: Up) -> None:
     if up.process.poll() is None:
         up.ready()
         write_linear(place / "catalog", "slow", place / "weights.safetensors", sleep_seconds=3.0)
-        until(lambda: up.value("slow") == 6.0, "the slow model")
+        until(lambda: value(up, "slow") == 6.0, "the slow model")
         control_groups = groups(up)
         answers: list[float | None] = []
-        asking = threading.Thread(target=lambda: answers.append(up.value("slow")))
+        asking = threading.Thread(target=lambda: answers.append(value(up, "slow")))
         asking.start()
-        until(lambda: _in_flight(up, "slow"), "the request to be computed")
+        until(lambda: in_flight(up, "slow"), "the request to be computed")
         processes = up.descendants()
         assert processes
         assert up.stop(signal.SIGINT) == 0, "".join(up.messages)
@@ -260,32 +235,70 @@ def test_ctrl_c_lets_a_request_finish_and_leaves_nothing(place: Path, up: Up) ->
         (place / "catalog" / "slow.yaml").unlink()
 
 
-def _in_flight(up: Up, model: str) -> int:
+def in_flight(up: Up, model: str) -> int:
     """Asked of the address itself: a command would take longer to start than the request to be computed."""
-    url = f"{up.address}{OBJECTS_PATH}/omnimodels/default/{model}"
-    with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as response:
-        return int(json.load(response)["status"]["residency"][0]["inFlight"])
+    return int(up.client.model("default", model)["status"]["residency"][0]["inFlight"])
 
 
-def test_after_kill_everything_it_serves_again_without_publishing_anew(place: Path) -> None:
+@dataclass(frozen=True)
+class Restarted:
+    """A system that was started on what one left that was killed, with a model beside it that cannot serve."""
+
+    up: Up
+    images: dict[Path, int]
+    killed: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def restarted(place: Path) -> Iterator[Restarted]:
+    write_linear(place / "catalog", "one", place / "weights.safetensors")
     first = Up(place / "catalog", place / "state")
-    assert first.value("one") == 6.0
-    images = {path: path.stat().st_ino for path in (place / "state" / "store").rglob("image")}
-    assert images
-    processes = [psutil.Process(first.process.pid), *first.descendants()]
-    for process in processes:
-        os.kill(process.pid, signal.SIGKILL)
-    first.process.wait(DEADLINE_SECONDS)
-    again = Up(place / "catalog", place / "state")
-    try:
-        assert again.value("one") == 6.0
-        assert {path: path.stat().st_ino for path in (place / "state" / "store").rglob("image")} == images
-        children = again.descendants()
-        assert again.stop(signal.SIGINT) == 0
-        assert leftovers(place / "state", [*processes, *children]) == []
-    finally:
-        if again.process.poll() is None:
-            again.stop(signal.SIGINT, signal.SIGINT)
+    assert value(first, "one") == 6.0
+    found = images(place / "state")
+    assert found
+    killed = first.kill_all()
+    write_linear(place / "catalog", "missing", place / "nowhere.safetensors")
+    write_linear(place / "catalog", "hangs", place / "weights.safetensors", sleep_seconds=600.0, probe=False)
+    again = Up(place / "catalog", place / "state", "--drain", "600")
+    yield Restarted(again, found, killed)
+    if again.process.poll() is None:
+        again.stop(signal.SIGINT, signal.SIGINT)
+    for name in ("missing", "hangs"):
+        (place / "catalog" / f"{name}.yaml").unlink()
+
+
+def images(state_dir: Path) -> dict[Path, int]:
+    """The images of a store, with what tells whether one was written anew."""
+    return {path: path.stat().st_ino for path in (state_dir / "store").rglob("image")}
+
+
+def test_after_kill_everything_it_serves_again_without_publishing_anew(restarted: Restarted) -> None:
+    assert value(restarted.up, "one") == 6.0
+    assert restarted.images.items() <= images(restarted.up.state_dir).items()
+    assert [process for process in restarted.killed if process.is_running()] == []
+
+
+def test_the_first_line_names_what_cannot_serve(restarted: Restarted) -> None:
+    (failed,) = restarted.up.ready()["failed"]
+    assert failed["model"] == "missing"
+    assert failed["reason"] == "SourceNotFound"
+    assert "nowhere.safetensors" in failed["message"]
+    assert value(restarted.up, "one") == 6.0
+
+
+def test_a_second_signal_hurries_and_none_is_worse_than_ctrl_c(restarted: Restarted) -> None:
+    up, statuses = restarted.up, []
+    asking = threading.Thread(target=lambda: statuses.append(ask(up, "hangs")[0]))
+    asking.start()
+    until(lambda: in_flight(up, "hangs"), "the request to be computed")
+    processes = up.descendants()
+    up.process.send_signal(signal.SIGTERM)
+    until(lambda: "stopping" in "".join(up.messages), "the first stage")
+    assert up.process.poll() is None, "the request has ten minutes left"
+    assert up.stop(signal.SIGHUP) == 0, "".join(up.messages)
+    asking.join(DEADLINE_SECONDS)
+    assert statuses[0] in {502, 503, 504}, "who was cut off is told so"
+    assert leftovers(up.state_dir, [*restarted.killed, *processes]) == []
 
 
 def test_three_ctrl_c_end_it_at_once_even_while_it_starts(place: Path) -> None:
