@@ -224,6 +224,7 @@ class Cluster(Connection):
     def _specification(self) -> dict[str, Any]:
         """What containers of the runtime class "machine" are made from, before the kubelet adds its own."""
         specification: dict[str, Any] = json.loads(self._run([str(self.bin / "ctr"), "oci", "spec"]))
+        del specification["process"]["rlimits"]  # other runtime classes set none, and in a user namespace none can be
         for folder in map(str, self._shared):
             bound = {"destination": folder, "type": "bind", "source": folder, "options": ["rbind", "ro"]}
             specification["mounts"].append(bound)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,12 +44,22 @@ def given() -> Images | None:
     return Images(operator, agent) if operator and agent else None
 
 
-def build(cluster: Connection, folder: Path) -> Images | None:
+def build(cluster: Connection, folder: Path, tag: str = "dev") -> Images | None:
     """Make the images and give them to the node; None for a cluster of someone's."""
     if not isinstance(cluster, Cluster):
         return None
     rootfs = recipe()
+    compile_environment()
     operator_root, agent_root = folder / "operator", folder / "agent"
-    operator = cluster.image("omnimodel-operator:dev", operator_root, rootfs.write_operator(operator_root))
-    agent = cluster.image("omnimodel-agent:dev", agent_root, rootfs.write_agent(agent_root))
+    operator = cluster.image(f"omnimodel-operator:{tag}", operator_root, rootfs.write_operator(operator_root))
+    agent = cluster.image(f"omnimodel-agent:{tag}", agent_root, rootfs.write_agent(agent_root))
     return Images(operator, agent, "machine")
+
+
+def compile_environment() -> None:
+    """Pods see this environment read-only: what is not compiled yet would be compiled anew at every start."""
+    packages = sysconfig.get_path("purelib")
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", packages]
+    subprocess.run(
+        command, check=False, capture_output=True
+    )  # some packages bring files that are no Python of this version

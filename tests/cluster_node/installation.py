@@ -200,8 +200,7 @@ class Installation:
 
     def pid(self, model: str, pod: str) -> int:
         """The model's process, as the pod numbers it; 0 for none."""
-        models = self.report(pod)["models"]
-        process = next((one["process"] for one in models if one["name"] == model), None)
+        process = self.report(pod)["models"][f"{PODS}/{model}"]["process"]
         return int(process["pid"]) if process else 0
 
     def entry(self, model: str, pod: str) -> dict[str, Any]:

@@ -51,35 +51,49 @@ def cel(value: Any) -> str:
 @contextmanager
 def secured(cluster: Connection, security: Security) -> Iterator[None]:
     """Let pods of the setting's pool be made with it."""
-    patches = [
-        f'JSONPatch{{op: "add", path: "/spec/{name}", value: {cel(value)}}}' for name, value in security.pod.items()
-    ]
+    changes = {f"/spec/{name}": value for name, value in security.pod.items()}
     if security.container is not None:
-        path = "/spec/containers/0/securityContext"
-        patches.append(f'JSONPatch{{op: "add", path: "{path}", value: {cel(dict(security.container))}}}')
-    name = f"pods-{security.name}"
-    of_the_pool = f"object.metadata.?labels['omnimodel.io/pool'].orValue('') == '{security.name}'"
+        changes["/spec/containers/0/securityContext"] = dict(security.container)
+    with changed(cluster, f"pods-{security.name}", {"omnimodel.io/pool": security.name}, changes):
+        yield
+
+
+@contextmanager
+def changed(cluster: Connection, name: str, labels: Mapping[str, str], changes: Mapping[str, Any]) -> Iterator[None]:
+    """Let pods with these labels be made with other values.
+
+    Args:
+        name: of the policy.
+        changes: JSON pointer to value; `/-` at its end adds to a list, and a list given there adds each of its items.
+    """
+    patches = [
+        f'JSONPatch{{op: "add", path: {json.dumps(path)}, value: {cel(item)}}}'
+        for path, value in changes.items()
+        for item in (value if path.endswith("/-") else [value])
+    ]
+    if not patches:
+        yield
+        return
+    conditions = [
+        {"name": f"label-{number}", "expression": f"object.metadata.?labels['{key}'].orValue('') == '{value}'"}
+        for number, (key, value) in enumerate(labels.items())
+    ]
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     policy = {
         "failurePolicy": "Fail",
         "reinvocationPolicy": "Never",
         "matchConstraints": {"resourceRules": [rule]},
-        "matchConditions": [{"name": "pool", "expression": of_the_pool}],
+        "matchConditions": conditions,
         "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": f"[{', '.join(patches)}]"}}],
     }
-    group = "admissionregistration.k8s.io/v1"
+    made = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
     binding = {"policyName": name, "matchResources": {}}
-    if patches:
-        cluster.apply(
-            {"apiVersion": group, "kind": "MutatingAdmissionPolicy", "metadata": {"name": name}, "spec": policy},
-            {
-                "apiVersion": group,
-                "kind": "MutatingAdmissionPolicyBinding",
-                "metadata": {"name": name},
-                "spec": binding,
-            },
-        )
-    yield
-    if patches:
-        kinds = "mutatingadmissionpolicies,mutatingadmissionpolicybindings"
+    cluster.apply(
+        {**made, "kind": "MutatingAdmissionPolicy", "spec": policy},
+        {**made, "kind": "MutatingAdmissionPolicyBinding", "spec": binding},
+    )
+    try:
+        yield
+    finally:
+        kinds = "mutatingadmissionpolicybindings,mutatingadmissionpolicies"
         cluster.kubectl("delete", kinds, name, "--ignore-not-found")
