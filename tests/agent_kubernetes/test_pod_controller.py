@@ -14,7 +14,7 @@ from controllers.standin import StandInAgent
 from omnimodel.controllers.agent_kubernetes_admin import PodAdmin
 from omnimodel.controllers.agent_kubernetes_status import Pace
 from omnimodel.controllers.status import residency_entry
-from omnimodel.kube import EVENTS, LEASES, MODELS, POOLS, PROCESSES, Kube
+from omnimodel.kube import EVENTS, LEASES, MODELS, POOLS, PROCESSES, Kube, Mirror
 
 POD = "default-0"
 
@@ -274,6 +274,33 @@ async def test_an_entry_that_someone_removed_is_written_anew(catalogue: Catalogu
     assert await _gone(catalogue, "m")
     await pod.controller.writer.sweep()
     await eventually(lambda: catalogue.entry("m"), "the entry")
+
+
+async def test_what_the_operator_took_back_is_written_anew_at_once(catalogue: Catalogue, start) -> None:
+    """It took the agent for dead, and was wrong."""
+    await serving(catalogue, start, "m")
+    manager = f"omni-agent.{POD}"
+    await catalogue.kube.patch_status(MODELS, "m", catalogue.namespace, {"residency": []}, manager=manager)
+    await catalogue.kube.patch_status(POOLS, "default", catalogue.namespace, {"pods": []}, manager=manager)
+    await eventually(lambda: pool_entry(catalogue), "the pool's entry")
+    await eventually(lambda: catalogue.entry("m"), "the model's entry")
+
+
+async def test_an_empty_list_that_comes_last_is_news_too(
+    catalogue: Catalogue, start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing changes in a list that is empty, and yet the pool is to be applied then."""
+    run = Mirror.run
+
+    async def late(mirror: Mirror) -> None:
+        if mirror._kind is PROCESSES:
+            await asyncio.sleep(1.0)
+        await run(mirror)
+
+    monkeypatch.setattr(Mirror, "run", late)
+    pod = await start()
+    await eventually(lambda: pod.agent.applied, "the pool")
+    assert pod.agent.names == []
 
 
 # -- the API server is away --

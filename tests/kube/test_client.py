@@ -96,6 +96,14 @@ async def mirrored(kube: Kube, namespace: str, **options: Any):
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_mirror_says_when_it_knows_everything_also_when_that_is_nothing(kube: Kube, namespace: str) -> None:
+    synced: list[int] = []
+    none = "omnimodel.io/none=x"
+    async with mirrored(kube, namespace, labels=none, on_synced=lambda: synced.append(1)) as mirror:
+        assert mirror.items == {}
+        assert synced == [1]
+
+
 async def test_a_mirror_follows_through_cuts_and_a_forgotten_past(
     api_cluster, kube: Kube, proxy: Proxy, namespace: str
 ) -> None:

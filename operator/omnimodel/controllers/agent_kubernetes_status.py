@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -220,7 +221,7 @@ class StatusWriter:
         later = await self._write_pool(self._report.pool)  # at a pace of its own
         due = [(key, model) for key, model in models.items() if self._is_due(key, model)]
         # What is wrong is said first, and then what was said longest ago: nothing waits for ever.
-        due.sort(key=lambda item: (item[1].ready, self._times.get(item[0], 0.0)))
+        due.sort(key=lambda item: (item[1].ready, self._times.get(item[0], -math.inf)))
         for key, model in due:
             wait = self._pace.take()
             if wait > 0:
