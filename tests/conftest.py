@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: answers are compared to the bit
 
@@ -27,6 +28,9 @@ __all__ = [
     "pod_images",
     "published_images",
 ]
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes depends on who else computes
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -380,6 +380,13 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["runtime.options.a: nan: is no number that JSON knows; write a finite number, or put it in quotes"],
     ),
     (
+        "python task",
+        {"runtime__task": "text-generation"},
+        [
+            "runtime.task: 'text-generation': engine python does not generate text for chats; write engine: transformers, or task: infer with a predict() that yields"
+        ],
+    ),
+    (
         "quantization int8",
         {"runtime": {**TRANSFORMERS, "quantization": "int8"}},
         [

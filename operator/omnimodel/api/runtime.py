@@ -359,6 +359,13 @@ class Runtime(Part):
             "task",
         ),
         Rule(
+            "self.engine != 'python' || !has(self.task) || self.task != 'text-generation'",
+            lambda self: self.engine != "python" or self.task != "text-generation",
+            "engine python does not generate text for chats",
+            "write engine: transformers, or task: infer with a predict() that yields",
+            "task",
+        ),
+        Rule(
             "self.engine in ['transformers', 'python'] || !has(self.dtype) || self.dtype == 'auto'",
             lambda self: self.engine not in FOREIGN or self.dtype == "auto",
             "dtype is for engines transformers and python only",
