@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.world import pool
+from omnimodel.agent import confinement
 from omnimodel.agent.building import Builder, take_over
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.layout import Layout
@@ -24,6 +25,7 @@ from omnimodel.agent.spawner import Spawner
 from omnimodel.agent.zygotes import Zygotes
 from omnimodel.api import OmniModel
 from omnimodel.errors import OmniError, Reason
+from omnimodel.isolation import Level, SandboxPlan
 from omnimodel.render import render_process
 
 SUBJECT = "OmniModel default/tiny"
@@ -118,7 +120,11 @@ async def building(tmp_path: Path) -> AsyncIterator[tuple[Environments, object]]
 
 @pytest.mark.root
 @root
-async def test_setup_code_runs_in_a_sandbox_without_the_agents_files_and_secrets(tmp_path: Path, index: Path) -> None:
+@pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
+async def test_setup_code_runs_in_a_sandbox_without_the_agents_files_and_secrets(
+    tmp_path: Path, index: Path, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confinement, "SandboxPlan", functools.partial(SandboxPlan, wanted=level))
     secret, outside = tmp_path / "state/origins" / HUB_TOKEN, tmp_path / "outside"
     outside.write_text("")
     outside.chmod(0o666)
@@ -127,7 +133,8 @@ async def test_setup_code_runs_in_a_sandbox_without_the_agents_files_and_secrets
     async with building(tmp_path) as (environments, build):
         folder = await environments.build(SUBJECT, ["told==1.0"], said.append, build)
     found = json.loads((folder / "told.json").read_text())
-    assert found["uid"] not in {0, os.getuid()}
+    if level is Level.NAMESPACES:  # below it, a user of its own could not reach this folder of root's
+        assert found["uid"] not in {0, os.getuid()}
     assert (found["saw"], found["wrote"]) == ([], [])
     assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "NETRC"} & set(found["names"])
     assert sorted(path.name for path in folder.parent.iterdir()) == ["environment.json", "packages"]
