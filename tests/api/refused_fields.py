@@ -72,6 +72,13 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("storageUri", {"storageUri": "hf://a/b"}, ["storageUri: is an unknown field; did you mean spec.source?"]),
     ("image", {"image": "x"}, ["image: is an unknown field; did you mean spec.runtime.environment.requirements?"]),
     (
+        "quant",
+        {"runtime__quant": "Q4_K_M"},
+        [
+            "runtime.quant: is an unknown field; remove it: engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
+        ],
+    ),
+    (
         "engine case",
         {"runtime__engine": "Python"},
         [
