@@ -59,10 +59,15 @@ def options(values: Mapping[str, Any]) -> list[str]:
 
 
 def template(
-    helm: Connection, values: Mapping[str, Any] | None = None, name: str = "omni", namespace: str = "omni-system"
+    helm: Connection,
+    values: Mapping[str, Any] | None = None,
+    name: str = "omni",
+    namespace: str = "omni-system",
+    version: str = "1.37.0",
 ) -> str:
-    """What `helm template` prints."""
-    return helm.helm("template", name, str(CHART), "--namespace", namespace, *options(values or {}))
+    """What `helm template` prints for a version of Kubernetes."""
+    place = ("--namespace", namespace, "--kube-version", version)
+    return helm.helm("template", name, str(CHART), *place, *options(values or {}))
 
 
 def objects(rendered: str) -> list[dict[str, Any]]:

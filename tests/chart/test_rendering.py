@@ -10,6 +10,7 @@ import yaml
 
 from chart.chart import CHART, EVERYTHING, FOREIGN, ROOT, called, objects, options, template
 from cluster.connection import ClusterError, Connection
+from omnimodel.api.policy import NAME
 from omnimodel.cli.kubectl import PORT, SELECTOR
 
 pytestmark = pytest.mark.cluster_api
@@ -115,6 +116,19 @@ def test_the_crds_are_the_repositorys_but_for_being_kept(api_cluster: Connection
         assert kept == definition
     assert not rendered
     assert not list(called(objects(template(api_cluster, {"crds": {"install": False}})), "CustomResourceDefinition"))
+
+
+def test_the_policy_of_manifests_is_there_where_a_server_knows_its_words(api_cluster: Connection) -> None:
+    def policies(values: dict[str, Any], version: str) -> list[Any]:
+        documents = objects(template(api_cluster, values, version=version))
+        kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+        named = [one for one in documents if one["kind"] in kinds and one["metadata"]["name"] == NAME]
+        return [one["spec"] for one in named]
+
+    generated = yaml.safe_load_all((CHART / "files/policies/omnimodels.yaml").read_text())
+    assert policies({}, "1.33.0") == [one["spec"] for one in generated]
+    assert policies({}, "1.32.9") == []
+    assert policies({"crds": {"install": False}}, "1.37.0") == []
 
 
 def images(node: Any) -> Iterator[str]:
