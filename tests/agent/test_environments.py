@@ -133,6 +133,11 @@ async def test_a_full_disk_is_said(tmp_path):
 
 async def test_environments_of_deleted_models_are_collected(environments):
     kept, gone = await environments.build(SUBJECT, ["numpy"]), await environments.build(SUBJECT, ["torch"])
-    environments.collect([["numpy"]])
+    assert {item.what: item.name for item in environments.stored()} == {
+        "numpy": kept.parent.name,
+        "torch": gone.parent.name,
+    }
+    assert environments.keys([["numpy"], []]) == {kept.parent.name}
+    environments.remove(gone.parent.name)
     assert kept.exists()
     assert not gone.exists()

@@ -230,7 +230,9 @@ async def test_sources_of_deleted_models_are_collected(sources, index):
     wheel(index, entries=GOOD)
     kept = await sources.fetch(SUBJECT, package(path="tiny_weights/model"))
     gone = await sources.fetch(SUBJECT, package(path="tiny_weights/other"))
-    sources.collect([package(path="tiny_weights/model")])
+    assert {item.what for item in sources.stored()} == {"package tiny-weights 1.0"}
+    sources.remove(sources.key(package(path="tiny_weights/other")))
+    assert [item.name for item in sources.stored()] == [sources.key(package(path="tiny_weights/model"))]
     assert kept.exists()
     assert not gone.exists()
 

@@ -30,6 +30,7 @@ class StandInAgent:
         self.applied: list[tuple[list[OmniProcess], OmniPool]] = []
         self.footprints = dict(footprints or {})
         self.reports: dict[str, ModelReport] = {}
+        self.pruned = 0
         self.attached: list[Mapping[str, bytes]] = []
         self.fail_apply: Exception | None = None
         self._pool = PoolReport(
@@ -53,6 +54,11 @@ class StandInAgent:
 
     async def attach(self, files: Mapping[str, bytes]) -> None:
         self.attached.append(files)
+
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        item = {"kind": "image", "name": "a" * 64, "what": "default/gone (float32)", "bytes": 3 << 20}
+        self.pruned += not dry_run
+        return {"bytes": 3 << 20, "removed": [{**item, "lastUsedSeconds": 1.0}]}
 
     async def apply(self, processes: Sequence[OmniProcess], pool: OmniPool) -> None:
         if self.fail_apply is not None:

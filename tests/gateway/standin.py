@@ -340,6 +340,11 @@ class System:
             status=409,
         )
 
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        self.calls.append(("prune", "", str(dry_run), 0.0))
+        item = {"kind": "image", "name": "a" * 64, "what": "default/gone (float32)", "bytes": 3 << 20}
+        return {"bytes": 3 << 20, "removed": [{**item, "lastUsedSeconds": 1.0}]}
+
     def _known(self, name: str) -> None:
         if all(item["metadata"]["name"] != name for item in self.kinds["OmniModel"]):
             raise DispatchError(

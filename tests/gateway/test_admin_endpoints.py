@@ -57,6 +57,16 @@ async def test_what_does_not_exist_is_404(full: World, path: str) -> None:
     assert (await full.get(OBJECTS_PATH + path)).status == 404
 
 
+async def test_prune_is_passed_on_but_not_from_a_foreign_page(full: World) -> None:
+    for query, dry_run in (("", "False"), ("?dryRun=true", "True")):
+        answer = await full.post(ADMIN_PATH + "/prune" + query)
+        assert (await answer.json())["removed"][0]["what"] == "default/gone (float32)"
+        assert full.system.calls.pop() == ("prune", "", dry_run, 0.0)
+    refused = await full.post(ADMIN_PATH + "/prune", headers={"Origin": "http://elsewhere.example.org"})
+    assert refused.status == 403
+    assert full.system.calls == []
+
+
 async def test_wake_and_evict_are_passed_on(full: World) -> None:
     woken = await full.post(ADMIN_PATH + "/models/default/smollm2/wake?deadlineSeconds=7")
     assert await woken.json() == {"tier": "resident", "wakeSeconds": 0.1}

@@ -116,17 +116,6 @@ def test_verification_in_the_background_can_be_stopped(tmp_path):
     verify(ref, stop=stop)
 
 
-def test_an_audit_throws_away_what_rotted_on_the_disk(tmp_path):
-    store = Store(tmp_path)
-    good, bad = publish(store, "good", fill=1), publish(store, "bad", fill=2)
-    assert store.audit() == []
-    flip(bad.image, 77)
-    (error,) = store.audit()
-    assert bad.digest in error.subject
-    assert store.lookup("bad") is None
-    assert store.lookup("good") == good
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -161,16 +150,30 @@ def test_keys_cannot_lead_out_of_the_store(tmp_path, key):
         Store(tmp_path).lookup(key)
 
 
-def test_images_that_no_key_leads_to_are_collected(tmp_path):
+def test_an_image_goes_with_the_keys_that_lead_to_it(tmp_path):
     store = Store(tmp_path)
-    kept, old, busy = publish(store, "a", fill=1), publish(store, "b", fill=2), publish(store, "c", fill=3)
-    freed_bytes = store.collect({"a"}, in_use={busy.digest})
-    assert freed_bytes >= old.bytes
-    assert {ref.digest for ref in store.images()} == {kept.digest, busy.digest}
+    kept, old = publish(store, "a", fill=1), publish(store, "b", fill=2)
+    publish(store, "c", fill=2)
+    assert {image.digest: image.keys for image in store.stored()} == {kept.digest: {"a"}, old.digest: {"b", "c"}}
+    assert store.remove(old.digest, kept_keys={"c"}) == 0
+    assert store.lookup("b") == old
+    assert store.remove(old.digest, kept_keys={"a"}) >= old.bytes
     assert store.lookup("b") is None
-    store.forget("a")
-    store.collect()
-    assert store.images() == []
+    assert store.lookup("a") == kept
+    assert everything(tmp_path) == {name for name in everything(tmp_path) if kept.digest in name} | {"keys/a.json"}
+
+
+def test_what_is_stored_says_whose_it_is_and_when_it_was_used(tmp_path):
+    store = Store(tmp_path)
+    staging = store.staging()
+    write(staging.path)
+    store.commit(staging, "key", "default/tiny (float32)")
+    os.utime(tmp_path / "keys" / "key.json", (1000, 1000))
+    (image,) = store.stored()
+    assert (image.what, image.used_seconds) == ("default/tiny (float32)", 1000)
+    assert image.size_bytes >= 2 * FRAME
+    store.lookup("key")
+    assert store.stored()[0].used_seconds > 1000
 
 
 PUBLISHER = """
@@ -238,8 +241,8 @@ def test_publishers_killed_at_random_moments_leave_nothing(tmp_path):
         if ref is not None:
             verify(ref)
             whole += 1
-            store.forget("key")
-            store.collect()
+            (image,) = store.stored()
+            store.remove(image.digest)
     assert whole < 20
 
 

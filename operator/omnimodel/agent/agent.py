@@ -22,6 +22,7 @@ from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
 from omnimodel.agent.model import Model
 from omnimodel.agent.moves import DeviceMemory
+from omnimodel.agent.needed import needs_of, removed, removed_words
 from omnimodel.agent.origins import write_files
 from omnimodel.agent.preparation import Preparation
 from omnimodel.agent.process import ModelProcess
@@ -185,6 +186,12 @@ class Agent:
             zygote_bytes=spawner.zygotes.private_bytes,
             changed=self._tell_change,
         )
+        instances = self._broker.instances
+        keeping = preparation.housekeeping
+        keeping.needs = lambda: needs_of(self._models.values(), self._specs.values(), instances.values())
+        keeping.tell = lambda gone: self.events.add(
+            "OmniPool", "", self._pool.metadata.name if self._pool else "", "Pruned", removed_words(gone)
+        )
         self._preparation, self._opened = preparation, found
         self._broker.start()
 
@@ -271,6 +278,10 @@ class Agent:
             )
         await self._broker.orders.evict(instance, deadline_seconds, "evicted by hand")
         return {"tier": instance.tier, "evictSeconds": instance.last_evict_seconds}
+
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """See `protocol.admin.Admin`."""
+        return removed(await self._preparation.housekeeping.prune(dry_run=dry_run) if self._preparation else [])
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """See `protocol.admin.Admin`."""

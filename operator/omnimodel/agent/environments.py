@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from omnimodel.agent.building import FOLDER, take_over
 from omnimodel.agent.origins import Origins, Variables
 from omnimodel.agent.programs import Finished, run_program
 from omnimodel.agent.shared import SharedWork
+from omnimodel.agent.stored import Stored, touch, tree_bytes, used_seconds
 from omnimodel.errors import OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
 
@@ -93,6 +94,7 @@ class Environments:
         key = _key(requirements, base)
         folder = self.root / key
         if await asyncio.to_thread((folder / _MARKER).is_file):
+            await asyncio.to_thread(touch, folder / _MARKER)
             return folder / "packages"
         progress(f"resolving {', '.join(requirements)}")
         return await self._work.run(
@@ -162,13 +164,26 @@ class Environments:
             packages.rmdir()
             await asyncio.to_thread(take_over, subject, target, packages)
 
-    def collect(self, sets: Sequence[Sequence[str]]) -> None:
-        """Remove the environments of other sets of requirements than these; nothing may be building."""
-        base = installed()
-        kept = {_key(requirements, base) for requirements in sets}
-        for found in list(self.root.iterdir()) if self.root.is_dir() else []:
-            if found.name.partition(".")[0] not in kept:
-                shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
+    def keys(self, sets: Iterable[Sequence[str]]) -> set[str]:
+        """The names under which the environments of sets of requirements are kept."""
+        wanted = [requirements for requirements in sets if requirements]
+        base = installed() if wanted else {}
+        return {_key(requirements, base) for requirements in wanted}
+
+    def stored(self) -> list[Stored]:
+        """What was built, or begun; what is being built now is left out."""
+        found = []
+        for folder in sorted(self.root.iterdir()) if self.root.is_dir() else []:
+            if folder.is_dir() and not self._work.runs(folder.name.partition(".")[0]):
+                marker = folder / _MARKER
+                used = used_seconds(marker, folder)
+                found.append(Stored("environment", folder.name, _what(marker), tree_bytes(folder), used))
+        return found
+
+    def remove(self, name: str) -> None:
+        """Remove an environment; not while it is being built."""
+        if not self._work.runs(name.partition(".")[0]):
+            shutil.rmtree(self.root / name, ignore_errors=True)
 
 
 def installed() -> dict[str, str]:
@@ -277,6 +292,13 @@ def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniErro
         cure,
         reason=Reason.ENVIRONMENT_FAILED,
     )
+
+
+def _what(marker: Path) -> str:
+    try:
+        return ", ".join(json.loads(marker.read_bytes())["requirements"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "not whole"
 
 
 def _keep(staging: Path, folder: Path, marker: Mapping[str, object]) -> None:

@@ -7,20 +7,23 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omnimodel.agent.building import Builder
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
+from omnimodel.agent.housekeeping import Housekeeping
 from omnimodel.agent.origins import Origins
 from omnimodel.agent.sources import Sources
-from omnimodel.errors import ImageError, SourceError
+from omnimodel.agent.stored import tree_bytes
+from omnimodel.errors import ImageError, OmniError, Reason, SourceError
 from omnimodel.memory.disk import write_atomically
-from omnimodel.memory.store import Store, verify
+from omnimodel.memory.store import Staging, Store, verify
 from omnimodel.protocol.process import Publish
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 FOREIGN_ENGINES = frozenset({"llamacpp", "vllm", "sglang", "command"})
 
+_EVERYTHING = 1 << 62  # bytes: more than any disk has
+
+T = TypeVar("T")
 Report = Callable[[str, float], None]  # phase, share done (below 0 when unknown)
 
 
@@ -56,7 +62,7 @@ class Footprint:
 
     def save(self, layout: Layout, process_hash: str) -> None:
         """Remember it."""
-        with suppress(OSError):
+        with suppress(OSError, OmniError):
             body = json.dumps({"workingBytes": self.working_bytes}).encode()
             write_atomically(layout.footprints / f"{process_hash}.json", body)
 
@@ -116,6 +122,7 @@ class Preparation:
         self.origins = Origins(layout.origins)
         self._sources = Sources(layout.sources, self.origins)
         self._environments = Environments(layout.environments, self.origins)
+        self.housekeeping = Housekeeping(layout.root, self.store, self._sources, self._environments)
         self._builder = Builder(layout, spawner)
         self._publishing = asyncio.Lock()
         self._verified: set[str] = set()  # digests of images whose every byte was read since this agent began
@@ -127,14 +134,17 @@ class Preparation:
         Raises:
             OmniError: it cannot be prepared as its manifest stands, or not now; nothing half-made is left.
         """
+        await self.housekeeping.quiet()
         requirements = spec["environment"]["requirements"]
         environment = None
         if requirements:
-            environment = await self._environments.build(
-                subject,
-                requirements,
-                lambda _line: report("building", -1.0),
-                lambda *how: self._builder.uv(subject, spec, *how),
+            environment = await self._with_room(
+                lambda: self._environments.build(
+                    subject,
+                    requirements,
+                    lambda _line: report("building", -1.0),
+                    lambda *how: self._builder.uv(subject, spec, *how),
+                )
             )
         foreign = spec["engine"] in FOREIGN_ENGINES
         source: Path | None = None
@@ -150,12 +160,25 @@ class Preparation:
                 if self._publishing.locked():
                     report("queued", -1.0)
                 async with self._publishing:
-                    image = await self._publish(subject, spec, dtype, source, environment, report)
+                    image = await self._with_room(
+                        partial(self._publish, subject, spec, dtype, source, environment, report),
+                        await asyncio.to_thread(tree_bytes, source),
+                    )
                 source = None
             if any(mount.get("source") is True for mount in spec["mounts"]):
                 source = await self._fetch(subject, spec, report)
         threads = spec["threads"] or self._threads
         return Prepared(image, source, environment, self._frame_bytes, self._device, threads)
+
+    async def _with_room(self, work: Callable[[], Awaitable[T]], wanted_bytes: int = 0) -> T:
+        """Do something that takes disk space; what no model needs makes room for it."""
+        await self.housekeeping.make_room(wanted_bytes)
+        try:
+            return await work()
+        except OmniError as error:
+            if error.reason is not Reason.DISK_FULL or not await self.housekeeping.make_room(_EVERYTHING):
+                raise
+        return await work()
 
     def distrust(self, digest: str) -> None:
         """Read every byte of an image again before its next use."""
@@ -163,8 +186,10 @@ class Preparation:
 
     async def _fetch(self, subject: str, spec: dict[str, Any], report: Report) -> Path:
         report("fetching", -1.0)
-        source = await self._sources.fetch(
-            subject, spec["source"], lambda done, total: report("fetching", done / total if total else -1.0)
+        source = await self._with_room(
+            lambda: self._sources.fetch(
+                subject, spec["source"], lambda done, total: report("fetching", done / total if total else -1.0)
+            )
         )
         if os.geteuid() == 0 and spec["identity"]["uid"]:
             await asyncio.to_thread(_check_readable, subject, source)
@@ -179,7 +204,7 @@ class Preparation:
         if found is not None:
             return found
         report("publishing", -1.0)
-        with self.store.staging() as staging:
+        async with _staging(self.store) as staging:
             request = publishing_request(
                 subject, spec, self._layout, source, environment, staging.path, number=next(self._numbers)
             )
@@ -200,7 +225,8 @@ class Preparation:
             finally:
                 process.kill()
                 await process.released
-            image = await asyncio.to_thread(self.store.commit, staging, key)
+            what = f"{subject.removeprefix('OmniModel ')} ({dtype})"
+            image = await _to_its_end(self.store.commit, staging, key, what)
         self._verified.add(image.digest)
         return image
 
@@ -219,9 +245,38 @@ class Preparation:
         return image
 
 
+async def _to_its_end(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in a thread, which cannot be stopped: who is cancelled waits for its end."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+@asynccontextmanager
+async def _staging(store: Store) -> AsyncIterator[Staging]:
+    """A folder to publish into; gone at the end, unless it was committed."""
+    making = asyncio.ensure_future(asyncio.to_thread(store.staging))
+    try:
+        staging = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making])
+        if not making.exception():
+            making.result().close()
+        raise
+    try:
+        yield staging
+    finally:
+        await _to_its_end(staging.close)
+
+
 def _check_readable(subject: str, source: Path) -> None:
     """Raise when a source is closed to the user that the model's process will be."""
     for path in itertools.chain([source], source.rglob("*") if source.is_dir() else ()):
+        if path.is_symlink() and not path.exists():  # a link to nowhere is nobody's weights
+            continue
         wanted = 0o005 if path.is_dir() else 0o004
         if path.stat().st_mode & wanted != wanted:
             raise SourceError(
@@ -231,7 +286,7 @@ def _check_readable(subject: str, source: Path) -> None:
             )
 
 
-def image_key(spec: dict[str, Any], dtype: str) -> str:
+def image_key(spec: Mapping[str, Any], dtype: str) -> str:
     """The store's key of a model's image: what it is published from, and the dtype."""
     return f"{spec['publishHash'][:40]}-{dtype}"
 

@@ -28,6 +28,10 @@ class SharedWork(Generic[L]):
         self._running: dict[str, _Running[L]] = {}
         self._ending: dict[str, asyncio.Future[Path]] = {}
 
+    def runs(self, key: str) -> bool:
+        """Whether the work of a key runs now, or has not ended yet. May be asked by any thread."""
+        return key in self._running or key in self._ending
+
     async def run(self, key: str, work: Work[L], listener: L) -> Path:
         """Wait for the result of the work of a key, starting it unless it runs already."""
         while ending := self._ending.get(key):

@@ -12,13 +12,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omnimodel.agent import source_hub, source_package, source_url
 from omnimodel.agent.origins import Origins
 from omnimodel.agent.shared import SharedWork
+from omnimodel.agent.stored import Stored, touch, tree_bytes, used_seconds
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
 
@@ -72,14 +73,27 @@ class Sources:
             return found
         return await self._work.run(key, lambda listeners: self._fetch(subject, kind, spec, key, listeners), progress)
 
-    def collect(self, sources: Iterable[Mapping[str, Any]]) -> None:
-        """Remove what was fetched, or begun, for other sources than these; nothing else may be fetching."""
-        kept = {_key(kind, spec) for source in sources for kind, spec in source.items() if spec}
+    @staticmethod
+    def key(source: Mapping[str, Any]) -> str:
+        """The name under which a source is kept."""
+        return next((_key(kind, spec) for kind, spec in source.items() if spec), "")
+
+    def stored(self) -> list[Stored]:
+        """What was fetched, or begun; what is being fetched now is left out."""
+        found = []
         for folder in (self.root / "fetched", self.root / "downloads"):
-            for found in list(folder.iterdir()) if folder.is_dir() else []:
-                if found.name not in kept:
-                    shutil.rmtree(found, ignore_errors=True)
-                    log.info("source_collected key=%s", found.name)
+            for place in sorted(folder.iterdir()) if folder.is_dir() else []:
+                if not self._work.runs(place.name):
+                    marker = place / _MARKER
+                    used = used_seconds(marker, place)
+                    found.append(Stored("source", place.name, _what(marker), tree_bytes(place), used))
+        return found
+
+    def remove(self, key: str) -> None:
+        """Remove what was fetched, or begun, under a key; not while it is being fetched."""
+        if not self._work.runs(key):
+            for folder in ("fetched", "downloads"):
+                shutil.rmtree(self.root / folder / key, ignore_errors=True)
 
     async def _fetch(
         self, subject: str, kind: str, spec: Mapping[str, Any], key: str, listeners: Sequence[Progress]
@@ -96,7 +110,7 @@ class Sources:
             with disk_errors(str(work)):
                 (work / _CONTENT).mkdir(parents=True, exist_ok=True)
                 inside = await fetcher(subject, spec, work, work / _CONTENT, tell, self.limit_bytes, self.origins)
-                await asyncio.to_thread(self._keep, work, key, inside)
+                await asyncio.to_thread(self._keep, work, key, inside, _words(kind, spec))
         except BaseException as error:
             if kind == "package" or (isinstance(error, OmniError) and error.reason == Reason.DISK_FULL):
                 await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)  # nothing there to go on with
@@ -106,7 +120,7 @@ class Sources:
         assert found is not None
         return found
 
-    def _keep(self, work: Path, key: str, inside: str) -> None:
+    def _keep(self, work: Path, key: str, inside: str, what: str) -> None:
         """Make what was fetched permanent, with the sizes that tell later whether it is still whole."""
         content = work / _CONTENT
         sizes = {}
@@ -119,7 +133,7 @@ class Sources:
         for leftover in work.iterdir():
             if leftover != content:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        write_atomically(work / _MARKER, json.dumps({"inside": inside, "sizes": sizes}).encode())
+        write_atomically(work / _MARKER, json.dumps({"inside": inside, "sizes": sizes, "what": what}).encode())
         sync_tree(work)
         fetched = self.root / "fetched"
         fetched.mkdir(exist_ok=True)
@@ -140,6 +154,7 @@ class Sources:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             whole = False
         if whole:
+            touch(folder / _MARKER)
             return found
         if folder.exists():
             log.warning("source_discarded key=%s reason=damaged", key)
@@ -160,6 +175,22 @@ def _kind(subject: str, source: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _key(kind: str, spec: Any) -> str:
     return hashlib.sha256(json.dumps([kind, spec], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _words(kind: str, spec: Mapping[str, Any]) -> str:
+    """A source for a person; a URL without its query, which may hold a token."""
+    if kind == "url":
+        return str(spec["url"]).partition("?")[0]
+    if kind == "package":
+        return f"package {spec['name']} {spec['version']}"
+    return f"{spec['repo']} {spec.get('revision') or 'main'}"
+
+
+def _what(marker: Path) -> str:
+    try:
+        return str(json.loads(marker.read_bytes()).get("what", ""))
+    except (OSError, ValueError, AttributeError):
+        return "not whole"
 
 
 def _local(subject: str, spec: Any) -> Path:

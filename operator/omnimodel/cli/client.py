@@ -15,6 +15,7 @@ from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH
 
 CONNECT_SECONDS = 10.0
+PRUNE_SECONDS = 600.0  # a disk takes its time to let go of hundreds of gigabytes
 CHUNK_BYTES = 64 << 10
 
 
@@ -71,6 +72,11 @@ class Client:
         query = urlencode({"deadlineSeconds": deadline_seconds})
         path = f"{ADMIN_PATH}/models/{quote(namespace)}/{quote(name)}/{verb}?{query}"
         return self._json("POST", path, timeout_seconds=deadline_seconds + CONNECT_SECONDS)
+
+    def prune(self, *, dry_run: bool) -> dict[str, Any]:
+        """Remove what no model needs: `{"bytes": …, "removed": […]}`."""
+        query = urlencode({"dryRun": _flag(dry_run)})
+        return self._json("POST", f"{ADMIN_PATH}/prune?{query}", timeout_seconds=PRUNE_SECONDS)
 
     def status(self) -> dict[str, Any]:
         """The state of the whole: manifest errors and what is being done."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "events": ("omnimodel.cli.actions:events", "What happened, oldest first."),
     "wake": ("omnimodel.cli.actions:wake", "Make a model resident and wait for it."),
     "evict": ("omnimodel.cli.actions:evict", "Drain a model and free its device memory."),
+    "prune": ("omnimodel.cli.prune", "Remove images, sources and environments that no model needs."),
     "check": ("omnimodel.cli.check", "Send each model its probe and compare the answer."),
     "top": ("omnimodel.cli.top", "Watch models and memory, live."),
     "plan": ("omnimodel.cli.cluster_plan", "Show which pods hold which models, and why."),

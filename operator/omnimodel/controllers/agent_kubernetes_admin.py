@@ -108,6 +108,10 @@ class PodAdmin:
         """Drain a model and free its device bytes."""
         return await self._agent.evict(namespace, name, deadline_seconds)
 
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """Remove what no model of this pod needs."""
+        return await self._agent.prune(dry_run=dry_run)
+
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """What the model's process printed."""
         return self._agent.logs(namespace, name, tail=tail, follow=follow)

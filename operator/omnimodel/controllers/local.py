@@ -64,6 +64,9 @@ class LocalAgent(Protocol):
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
 
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """See `protocol.admin.Admin`."""
+
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """See `protocol.admin.Admin`."""
 
@@ -306,6 +309,10 @@ class LocalController:
         """Drain a model and free its device bytes."""
         self._check_has_process(namespace, name)
         return await self._agent.evict(namespace, name, deadline_seconds)
+
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """Remove what no model here needs."""
+        return await self._agent.prune(dry_run=dry_run)
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """What the model's process printed."""

@@ -36,6 +36,7 @@ def routes() -> list[web.RouteDef]:
         web.post(model + "/wake", _wake),
         web.post(model + "/evict", _evict),
         web.get(model + "/logs", _logs),
+        web.post(ADMIN_PATH + "/prune", _prune),
         web.get(ADMIN_PATH + "/events", _events),
         web.get(ADMIN_PATH + "/status", _status),
     ]
@@ -74,11 +75,22 @@ async def _evict(request: web.Request) -> web.Response:
     return web.json_response(await gateway.admin.evict(namespace, name, seconds))
 
 
-def _change(request: web.Request) -> tuple[Any, str, str, float]:
-    """A request that changes something: never one that a foreign web page made a browser send."""
+async def _prune(request: web.Request) -> web.Response:
+    _check_origin(request)
+    dry_run = request.query.get("dryRun", "false").lower() in _TRUE
+    return web.json_response(await request.app[GATEWAY].admin.prune(dry_run=dry_run))
+
+
+def _check_origin(request: web.Request) -> None:
+    """Refuse a change that a foreign web page made a browser send."""
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
         raise RequestError(f"requests from {origin} may not change anything", status=403, code="foreign_origin")
+
+
+def _change(request: web.Request) -> tuple[Any, str, str, float]:
+    """A request that changes one model."""
+    _check_origin(request)
     gateway = request.app[GATEWAY]
     text = request.query.get("deadlineSeconds", str(gateway.settings.admin_seconds))
     seconds = _number(text)

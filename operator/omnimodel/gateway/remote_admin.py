@@ -21,6 +21,7 @@ from omnimodel.protocol.admin import ADMIN_PATH, Event
 
 log = logging.getLogger(__name__)
 
+_PRUNE_SECONDS = 590.0  # a disk takes its time
 _ANSWER_SECONDS = 10.0  # beside the deadline that the agent keeps
 _QUEUED_EVENTS = 1000  # for a client that reads slowly; beyond them agents are read as slowly
 _REMEMBERED_EVENTS = 20_000
@@ -69,6 +70,27 @@ class AgentsAdmin:
             if isinstance(answer, BaseException):
                 raise answer
         return {"pods": [seat.agent.name for seat in seats], **next(a for a in answers if isinstance(a, Mapping))}
+
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """Have every agent remove what no model needs."""
+        seats = list(self._backend.seats.values())
+        url = f"{ADMIN_PATH}/prune?{urlencode({'dryRun': str(dry_run).lower()})}"
+        timeout = aiohttp.ClientTimeout(total=_PRUNE_SECONDS, sock_connect=CONNECT_SECONDS)
+
+        async def ask(seat: Seat) -> Mapping[str, Any] | None:
+            with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                async with seat.agent.session.post(seat.agent.address + url, timeout=timeout) as response:
+                    return dict(await response.json()) if response.status == 200 else None
+            return None
+
+        answers = list(zip(seats, await asyncio.gather(*(ask(seat) for seat in seats)), strict=True))
+        return {
+            "bytes": sum(answer["bytes"] for _, answer in answers if answer),
+            "removed": [
+                {**item, "pod": seat.agent.name} for seat, answer in answers if answer for item in answer["removed"]
+            ],
+            "unreached": [seat.agent.name for seat, answer in answers if answer is None],
+        }
 
     async def _ask(
         self, seat: Seat, namespace: str, name: str, verb: str, deadline_seconds: float

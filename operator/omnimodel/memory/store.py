@@ -10,6 +10,7 @@ one rename, after everything in it was checked and written to the disk.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -21,8 +22,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +62,25 @@ class ImageRef:
     def assets(self) -> Path:
         """The folder of small files."""
         return self.path / ASSETS_FOLDER
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as a thing on the disk.
+
+    Args:
+        digest: that it is stored under.
+        keys: that lead to it.
+        what: whose it was first, for a person.
+        size_bytes: that it takes.
+        used_seconds: when it was looked up last, Unix time.
+    """
+
+    digest: str
+    keys: frozenset[str]
+    what: str
+    size_bytes: int
+    used_seconds: float
 
 
 class Staging:
@@ -126,6 +145,8 @@ class Store:
         An image whose index or length is wrong is thrown away and counts as not there.
         """
         path = self._key_file(key)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # when it was used last
         try:
             digest = json.loads(path.read_bytes())["digest"]
             if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
@@ -171,12 +192,13 @@ class Store:
             path.mkdir(mode=0o700)
             return Staging(path, lock)
 
-    def commit(self, staging: Staging, key: str) -> ImageRef:
+    def commit(self, staging: Staging, key: str, what: str = "") -> ImageRef:
         """Check what was written, make it permanent, and let a key lead to it. The writer must have ended.
 
         Args:
             staging: from `staging`; it is used up.
             key: of what was published.
+            what: it is, for a person.
 
         Raises:
             ImageError: it is not what its index says; nothing of it stays.
@@ -188,7 +210,7 @@ class Store:
             verify(ImageRef(staging.path, index.digest, index.bytes, index))
             with disk_errors(str(self.root)), self._locked(fcntl.LOCK_SH):
                 sync_tree(staging.path)
-                part = write_part(self._key_file(key), json.dumps({"digest": index.digest}).encode())
+                part = write_part(self._key_file(key), json.dumps({"digest": index.digest, "what": what}).encode())
                 try:
                     self._install(staging.path, index.digest)
                     os.replace(part, self._key_file(key))
@@ -221,55 +243,29 @@ class Store:
             return
         shutil.rmtree(grave, ignore_errors=True)
 
-    def audit(self, *, stop: threading.Event | None = None) -> list[ImageError]:
-        """Verify every image, and throw away those that differ from their digests; meant for the background.
+    def stored(self) -> list[StoredImage]:
+        """Every image with what leads to it, for whoever decides what goes."""
+        leads: dict[str, list[Path]] = {}
+        for file in self._keys.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                leads.setdefault(str(json.loads(file.read_bytes())["digest"]), []).append(file)
+        return [_stored(folder, leads.get(folder.name, [])) for folder in sorted(self._images.iterdir())]
 
-        Args:
-            stop: end early when it is set.
-
-        Returns:
-            What was wrong, an error for each image thrown away; `subject` is in its folder.
-        """
-        found = []
-        for ref in self.images():
-            try:
-                verify(ref, stop=stop)
-            except ImageError as error:
-                found.append(error)
-                self.discard(ref.digest)
-                log.warning("image_discarded digest=%s reason=%s", ref.digest, error)
-            if stop and stop.is_set():
-                break
-        return found
-
-    def forget(self, key: str) -> None:
-        """Let a key lead nowhere; its image goes at the next `collect`."""
-        self._key_file(key).unlink(missing_ok=True)
-
-    def collect(self, keys: Collection[str] | None = None, *, in_use: Collection[str] = ()) -> int:
-        """Remove images that no key leads to.
-
-        Args:
-            keys: the only keys to keep; None keeps all.
-            in_use: digests that stay whatever the keys say.
+    def remove(self, digest: str, *, kept_keys: Collection[str] = ()) -> int:
+        """Remove an image and the keys that lead to it, unless one of these keys does by now.
 
         Returns:
             Bytes that came free.
         """
-        freed_bytes = 0
         with self._locked(fcntl.LOCK_EX):
-            kept = set(in_use)
-            for file in self._keys.glob("*.json"):
-                if keys is not None and file.stem not in keys:
-                    file.unlink(missing_ok=True)
-                elif ref := self.lookup(file.stem):
-                    kept.add(ref.digest)
-            for folder in list(self._images.iterdir()):
-                if folder.name not in kept:
-                    freed_bytes += sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-                    self.discard(folder.name)
-                    log.info("image_collected digest=%s", folder.name)
-        return freed_bytes
+            for image in self.stored():
+                if image.digest != digest or image.keys & set(kept_keys):
+                    continue
+                for key in image.keys:
+                    self._key_file(key).unlink(missing_ok=True)
+                self.discard(digest)
+                return image.size_bytes
+        return 0
 
     def sweep(self) -> None:
         """Remove staging folders whose publisher does not live any more, and parts of files."""
@@ -299,7 +295,7 @@ class Store:
             raise OmniError("image store", f"{key!r} is no key", reason=Reason.INTERNAL)
         return self._keys / f"{key}.json"
 
-    @contextmanager
+    @contextlib.contextmanager
     def _locked(self, how: int) -> Iterator[None]:
         """Hold the lock of the whole store: shared while something new comes in, alone while things are removed."""
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -308,6 +304,18 @@ class Store:
             yield
         finally:
             os.close(descriptor)
+
+
+def _stored(folder: Path, keys: Sequence[Path]) -> StoredImage:
+    what, used_seconds, size_bytes = "", 0.0, 0
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        used_seconds = max((path.stat().st_mtime for path in keys), default=folder.stat().st_mtime)
+        for path in sorted(keys):
+            what = what or str(json.loads(path.read_bytes()).get("what", ""))
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size_bytes += path.lstat().st_blocks * 512 if path.is_file() else 0
+    return StoredImage(folder.name, frozenset(path.stem for path in keys), what, size_bytes, used_seconds)
 
 
 def verify(ref: ImageRef, *, stop: threading.Event | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 OBJECTS_PATH = "/apis/omnimodel.io/v1alpha1"  # + /omnimodels | /omnipools | /omniprocesses [/{namespace}/{name}]
-ADMIN_PATH = "/omni/v1"  # + /models/{namespace}/{name}/wake | evict | logs, /events
+ADMIN_PATH = "/omni/v1"  # + /models/{namespace}/{name}/wake | evict | logs, /events, /prune
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Admin(Protocol):
 
         Raises:
             DispatchError: it is kept resident, or did not drain in time.
+        """
+
+    async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
+        """Remove images, sources and environments that no model needs; with `dry_run`, only say what would go.
+
+        Returns:
+            `bytes` and `removed`, a list of `kind`, `name`, `what`, `bytes`, `lastUsedSeconds` (Unix time), and `pod`
+            where there are several; `unreached` has the pods that did not answer.
         """
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
