@@ -35,6 +35,7 @@ from omnimodel.errors import OmniError, Reason
 from omnimodel.isolation import SandboxPlan, enter, fork_isolated
 from omnimodel.isolation.syscalls import PR_SET_CHILD_SUBREAPER, close_descriptors_except, prctl
 from omnimodel.protocol.channel import Channel, ChannelClosed
+from omnimodel.runtime.allocator import fill_holes
 
 SERVE = "omnimodel.runtime.serve:run"
 PRELOAD = (
@@ -149,6 +150,7 @@ class Zygote:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         gc.collect()
         gc.freeze()
+        fill_holes()
         self.channel.send(
             {
                 "kind": "up",
