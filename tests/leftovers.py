@@ -93,7 +93,8 @@ def target(link: Path) -> bytes:
 
 def groups(folder: Path) -> list[Path]:
     """Control groups of agents whose state directory is, or was, in the folder."""
-    found = [path for path in Path("/sys/fs/cgroup").glob("**/omnimodel-*") if path.is_dir()]
+    walk = os.walk("/sys/fs/cgroup")  # which passes over what others remove meanwhile
+    found = [Path(root, name) for root, names, _ in walk for name in names if name.startswith("omnimodel-")]
     if not found:
         return []
     depth = len(folder.parts) + STATE_DEPTH

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
 import json
 import os
+import socket
 import tarfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.children import alive, until
 from agent.world import pool
 from omnimodel.agent import confinement
 from omnimodel.agent.building import Builder, take_over
@@ -94,7 +97,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def building(tmp_path: Path) -> AsyncIterator[tuple[Environments, object]]:
+async def building(tmp_path: Path) -> AsyncIterator[tuple[Environments, object, Spawner]]:
     """Environments of an agent that has a token, and what builds for them."""
     layout = Layout(tmp_path / "state")
     layout.make()
@@ -113,7 +116,8 @@ async def building(tmp_path: Path) -> AsyncIterator[tuple[Environments, object]]
     spawner = await Spawner.open(layout.root, Zygotes(layout.root, preload=()))
     builder = Builder(layout, spawner)
     try:
-        yield Environments(layout.environments, Origins(layout.origins)), lambda *how: builder.uv(SUBJECT, spec, *how)
+        environments = Environments(layout.environments, Origins(layout.origins))
+        yield environments, lambda *how: builder.uv(SUBJECT, spec, *how), spawner
     finally:
         await spawner.close()
 
@@ -130,7 +134,7 @@ async def test_setup_code_runs_in_a_sandbox_without_the_agents_files_and_secrets
     outside.chmod(0o666)
     sdist(index, [str(secret), str(outside), "/etc/shadow"], "")
     said: list[str] = []
-    async with building(tmp_path) as (environments, build):
+    async with building(tmp_path) as (environments, build, _):
         folder = await environments.build(SUBJECT, ["told==1.0"], said.append, build)
     found = json.loads((folder / "told.json").read_text())
     if level is Level.NAMESPACES:  # below it, a user of its own could not reach this folder of root's
@@ -154,7 +158,7 @@ async def test_setup_code_runs_in_a_sandbox_without_the_agents_files_and_secrets
 )
 async def test_what_a_build_leaves_is_looked_through(tmp_path: Path, index: Path, work: str, says: str) -> None:
     sdist(index, [], work.replace("os.mkfifo(", "os.makedirs(os.environ['HOME'] + '/../packages'); os.mkfifo("))
-    async with building(tmp_path) as (environments, build):
+    async with building(tmp_path) as (environments, build, _):
         with pytest.raises(OmniError, match=says) as caught:
             await environments.build(SUBJECT, ["told==1.0"], build=build)
         assert [path.suffix for path in environments.root.iterdir()] == [".lock"]
@@ -164,10 +168,26 @@ async def test_what_a_build_leaves_is_looked_through(tmp_path: Path, index: Path
 @pytest.mark.root
 @root
 async def test_a_package_of_the_public_index_without_a_wheel_is_built_with_its_tools(tmp_path: Path) -> None:
-    async with building(tmp_path) as (environments, build):
+    async with building(tmp_path) as (environments, build, _):
         folder = await environments.build(SUBJECT, ["docopt==0.6.2", "tiktoken==0.14.0"], build=build)
     assert (folder / "docopt.py").is_file()
     assert (folder / "tiktoken").is_dir()
+
+
+@pytest.mark.root
+@root
+async def test_a_build_ends_with_its_agent(tmp_path: Path, index: Path) -> None:
+    sdist(index, [], "__import__('time').sleep(600)")
+    said: list[str] = []
+    async with building(tmp_path) as (environments, build, spawner):
+        making = asyncio.create_task(environments.build(SUBJECT, ["told==1.0"], said.append, build))
+        await until(lambda: any("Building told" in line for line in said))
+        (process,) = spawner._processes
+        inside = process.group.pids()
+        process._channel.sock.shutdown(socket.SHUT_RDWR)  # what the kernel does for an agent that was killed
+        with pytest.raises(OmniError, match="exit status 1"):
+            await making
+        await until(lambda: not [pid for pid in inside if alive(pid)])
 
 
 async def test_without_a_sandbox_nothing_is_built(tmp_path: Path, index: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
-from omnimodel.errors import ProcessError
+from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.channel import Channel
 from omnimodel.protocol.process import Build, Envelope, Progress, Reply, encode
 
@@ -30,12 +33,21 @@ def run(channel: Channel, instance: str, descriptors: Mapping[str, int]) -> int:
     try:
         if not isinstance(command, Build):
             raise ProcessError("control channel", f"{command.op!r} is no command of a process that builds")
+        threading.Thread(target=_end_with_the_agent, args=(channel,), name="agent", daemon=True).start()
         code = _uv(channel, command.arguments)
     except Exception as error:
         channel.send(encode(Reply.failed(envelope.id, error)))
         return 1
     channel.send(encode(Reply(envelope.id, ok=True, values={"code": code & 0xFF})))
     return 0
+
+
+def _end_with_the_agent(channel: Channel) -> None:
+    """A compiler says nothing for minutes, and nobody would miss the agent meanwhile."""
+    with contextlib.suppress(OmniError, OSError):
+        channel.receive()  # nothing comes but the end
+    os.killpg(0, signal.SIGKILL)  # uv and all below it; the first of a namespace does not die of its own signal
+    os._exit(1)
 
 
 def _uv(channel: Channel, arguments: list[str]) -> int:
