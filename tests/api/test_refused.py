@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from api import refused_fields, refused_places, refused_quantities, refused_runtime
+from api import refused_fields, refused_options, refused_places, refused_quantities, refused_runtime
 from api.builders import model, pool
 from omnimodel.api import validate
 
 MODELS = [
     pytest.param(changes, expected, id=name)
-    for table in (refused_fields, refused_places, refused_quantities, refused_runtime)
+    for table in (refused_fields, refused_places, refused_quantities, refused_runtime, refused_options)
     for name, changes, expected in table.MODELS
 ]
 POOLS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api import refused_fields, refused_places, refused_quantities, refused_runtime
+from api import refused_fields, refused_options, refused_places, refused_quantities, refused_runtime
 from api.builders import ABSENT, COMMAND, LLAMACPP, MODEL, POOL, TRANSFORMERS, model, pool
 from api.test_accepted import POOLS, SAID
 from cluster.server import Server
@@ -18,7 +18,7 @@ from omnimodel.api.tree import fields, shape
 pytestmark = pytest.mark.cluster_api
 
 Rows = list[tuple[str, dict[str, Any]]]
-REFUSED = (refused_fields, refused_places, refused_quantities, refused_runtime)
+REFUSED = (refused_fields, refused_places, refused_quantities, refused_runtime, refused_options)
 BAD: Rows = [(f"model: {name}", model(**changes)) for table in REFUSED for name, changes, _ in table.MODELS]
 BAD += [(f"pool: {name}", pool(**changes)) for table in REFUSED[:3] for name, changes, _ in table.POOLS]
 GOOD: Rows = [(f"model: {name}", model(**changes)) for name, changes in SAID]

@@ -12,14 +12,13 @@ import pytest
 
 from controllers.manifests import write_model, write_pool
 from controllers.standin import StandInAgent, until
-from omnimodel.api import ModelStatus, OmniModel, PoolStatus
+from omnimodel.api import ModelStatus, PoolStatus
 from omnimodel.catalog import Identity
 from omnimodel.controllers.local import LocalController
-from omnimodel.controllers.local_backend import LocalBackend, RefusedModel
+from omnimodel.controllers.local_backend import LocalBackend
 from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError, OmniError, Reason
-from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
+from omnimodel.protocol.dispatch import InferenceRequest
 
 
 @pytest.fixture
@@ -399,31 +398,3 @@ async def test_who_steers_a_model_without_a_process_is_told_why_it_has_none(fold
             await _steer(controller, asked)
         assert (refusal.value.status, refusal.value.reason) == (409, Reason.SUSPENDED)
         assert refusal.value.cure == "remove `suspend: true` from its manifest"
-
-
-class _Words(_Nothing):
-    """A backend with a model `words` of namespace default."""
-
-    def models(self) -> list[Any]:
-        return [ModelCard("words", "default", ("words",), "embeddings", "warm", ready=True)]
-
-    @contextlib.asynccontextmanager
-    async def open(self, request: InferenceRequest):
-        yield request.model
-
-
-async def test_a_refused_model_is_its_own_whatever_another_namespace_calls_so() -> None:
-    metadata = {"name": "words", "namespace": "team"}
-    spec = {"source": {"path": "/words.gguf"}, "runtime": {"engine": "llamacpp"}, "limits": {"requestBytes": "64Mi"}}
-    team = OmniModel.model_validate({"metadata": metadata, "spec": spec})
-    refused = RefusedModel(team, Refusal("TooLarge", "it needs 9 GiB"), ("Team/Words",))
-    backend = LocalBackend(_Words(), lambda: [refused])
-    first, second = backend.models()
-    assert (first.name, first.ready, first.served_names) == ("team/words", False, ("Team/Words",))
-    assert (first.task, first.request_bytes) == ("text-generation", 64 << 20)
-    assert (second.name, second.ready) == ("words", True)
-    with pytest.raises(DispatchError, match="it needs 9 GiB"):
-        async with backend.open(InferenceRequest("team/words", "POST", "/v1/chat/completions", {}, b"")):
-            pass
-    async with backend.open(InferenceRequest("words", "POST", "/v1/embeddings", {}, b"")) as reached:
-        assert reached == "words"
