@@ -191,7 +191,7 @@ class OperatorHere(Probed):
         self._kubeconfig = kubeconfig
         self._settings = OperatorSettings(
             identity=name, namespace=namespace, namespaces=(namespace,), port=0,
-            lease_seconds=4.0, renew_seconds=2.4, retry_seconds=0.8,
+            lease_seconds=90.0, renew_seconds=75.0, retry_seconds=1.0,  # nobody is to lead in its place
         )  # fmt: skip
 
     async def __aenter__(self) -> Self:

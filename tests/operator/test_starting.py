@@ -11,7 +11,7 @@ from kube.agents import Agents
 from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_pods, kubernetes_reconcile
 from omnimodel.controllers.kubernetes_pods import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, PodView, is_stuck
-from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES
+from omnimodel.kube import EVENTS, MODELS, PODS, POOLS, PROCESSES
 
 ENTRY = {"pod": "gpu-0", "ready": True, "budgetBytes": 1}
 
@@ -23,6 +23,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes_pods, "LOST_SECONDS", 1.0)
     monkeypatch.setattr(kubernetes_pods, "BACK_SECONDS", 1.0)
     monkeypatch.setattr(kubernetes_reconcile, "TICK_SECONDS", 0.2)
+
+
+def message(item: dict[str, Any]) -> str:
+    return next(c["message"] for c in item["status"]["conditions"] if c["type"] == "Ready")
 
 
 def placed(world: World) -> dict[str, list[str]]:
@@ -131,6 +135,19 @@ async def test_replicas_are_spread_over_the_zones_of_their_nodes(
     await world.apply(model("m", world.namespace, replicas={"min": 2}))
     await world.ready("m")
     assert placed(world)["m"] in (["gpu-0", "gpu-2"], ["gpu-1", "gpu-2"])
+    # Why a pod was chosen stays to be read, also once it is where the model was already.
+    assert [entry["pod"] for entry in world.see(MODELS, "m")["status"]["assigned"]] == placed(world)["m"]
+    assert all("had the most room" in entry["why"] for entry in world.see(MODELS, "m")["status"]["assigned"])
+    await world.apply(model("m", world.namespace, replicas={"min": 4, "max": 9}))
+    few = "asks for 4 pods and has 3: pool gpu has no other pod"
+    await until(lambda: few in message(world.see(MODELS, "m")), "that it has too few is said where it is Ready")
+
+    async def told() -> bool:
+        return any(event["reason"] == "TooFewPods" for event in (await world.kube.list(EVENTS, world.namespace)).items)
+
+    await until(told, "and in an event")
+    assert "replicas.max is not acted on: 4 of its pods hold it" in message(world.see(MODELS, "m"))
+    await world.ready("m")
 
 
 def view(*, phase: str = "Running", ready: bool = False, heard: float | None = 0.0, **more: Any) -> PodView:

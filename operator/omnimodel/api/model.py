@@ -180,7 +180,7 @@ class Replicas(Part):
         default=None, description="At least so many; 1 when left out.", examples=[1]
     )
     max: Annotated[int, whole(1, 1000)] | None = Field(
-        default=None, description="At most so many; as many as `min` when left out.", examples=[4]
+        default=None, description="At most so many by load. Not acted on yet: `min` pods hold it.", examples=[4]
     )
     rules = (
         Rule(

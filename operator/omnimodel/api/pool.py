@@ -155,7 +155,9 @@ class Autoscale(Part):
     """How many pods, by load."""
 
     min: Annotated[int, whole(0, 1000)] = Field(description="At least so many pods.", examples=[1])
-    max: Annotated[int, whole(1, 1000)] = Field(description="At most so many pods.", examples=[4])
+    max: Annotated[int, whole(1, 1000)] = Field(
+        description="At most so many pods by load. Not acted on yet: there are `min`.", examples=[4]
+    )
     rules = (
         Rule(
             "self.min <= self.max",

@@ -72,6 +72,17 @@ class Footprint(Observed):
     )
 
 
+class Assignment(Observed):
+    """One pod that the model is assigned to."""
+
+    pod: Annotated[str, plain(253, empty=False)] = Field(description="Name of the pod.", examples=["default-0"])
+    why: Annotated[str, plain(1024)] = Field(
+        default="",
+        description="Why this one, one sentence.",
+        examples=["default-0 had the most room (1.20 GiB assigned)"],
+    )
+
+
 class ModelStatus(Observed):
     """What the system says about a model."""
 
@@ -87,6 +98,12 @@ class ModelStatus(Observed):
         max_length=1000,
         description="One entry a pod.",
         examples=[[{"pod": "default-0", "tier": "warm"}]],
+    )
+    assigned: list[Assignment] = Field(
+        default_factory=list,
+        max_length=1000,
+        description="Pods that are to hold it, in a cluster.",
+        examples=[[{"pod": "default-0", "why": "default-0 is the only pod"}]],
     )
     footprint: Footprint | None = Field(
         default=None, description="Measured bytes.", examples=[{"weightsBytes": 269484032}]

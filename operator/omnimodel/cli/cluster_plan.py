@@ -42,12 +42,13 @@ def _row(item: Mapping[str, Any]) -> dict[str, Any]:
     status = item.get("status") or {}
     footprint = status.get("footprint") or {}
     ready = output.condition(item, "Ready")
-    why = "" if ready.get("status") == "True" else f"{ready.get('reason', 'Pending')}: {ready.get('message', '')}"
+    placed = "; ".join(str(entry.get("why", "")) for entry in status.get("assigned") or ())
+    why = placed if ready.get("status") == "True" else f"{ready.get('reason', 'Pending')}: {ready.get('message', '')}"
     return {
         "model": output.full_name(item),
         "bytes": int(footprint.get("weightsBytes", 0)) + int(footprint.get("workingBytes", 0)),
         "pool": _pool(item),
-        "pods": sorted(str(entry["pod"]) for entry in status.get("residency") or ()),
+        "pods": sorted({str(entry["pod"]) for name in ("assigned", "residency") for entry in status.get(name) or ()}),
         "why": why.rstrip(": "),
     }
 

@@ -15,6 +15,7 @@ from typing import Any
 from omnimodel.api import OmniModel, OmniPool
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import AgentSettings, replicas_of
+from omnimodel.controllers.kubernetes_models import ModelDecision, ModelSnapshot, decide_model
 from omnimodel.controllers.kubernetes_news import News, Round
 from omnimodel.controllers.kubernetes_nodes import Nodes
 from omnimodel.controllers.kubernetes_pods import is_steady
@@ -23,13 +24,10 @@ from omnimodel.controllers.kubernetes_references import References
 from omnimodel.controllers.kubernetes_remains import Remains
 from omnimodel.controllers.kubernetes_snapshot import (
     Assigned,
-    ModelDecision,
-    ModelSnapshot,
     ModelView,
     PoolDecision,
     PoolSnapshot,
     assigned_of,
-    decide_model,
     decide_pool,
 )
 from omnimodel.controllers.kubernetes_troubles import LOOK_SECONDS, Troubles
@@ -285,10 +283,8 @@ class Reconciler:
         except FaultError as error:
             self.queue.add(("model", *key), FAULT_SECONDS)
             decision = self._decide_model(key, model, pool_key, assigned, config, error.refusal)
-        if await self._writer.status(MODELS, key, decision.status) and decision.refusal is not None:
-            item = self._cache.items[MODELS].get(key)
-            if item is not None:
-                await self._recorder.tell(item, decision.refusal.reason, decision.refusal.message, warning=True)
+        if await self._writer.status(MODELS, key, decision.status):
+            await self._tell_remarks(key, decision)
         pods = self.news.views(pool_key, pool) if pool_key is not None and isinstance(pool, OmniPool) else []
         await self._remains.clear(MODELS, key, "residency", pool_key[0] if pool_key else None, pods)
 
@@ -347,6 +343,12 @@ class Reconciler:
         return {process["spec"]["identity"]["uid"] for process in processes if process is not None}
 
     # Events
+
+    async def _tell_remarks(self, key: Key, decision: ModelDecision) -> None:
+        item, refusal = self._cache.items[MODELS].get(key), decision.refusal
+        if item is not None:
+            for reason, text in [*([(refusal.reason, refusal.message)] if refusal else []), *decision.remarks]:
+                await self._recorder.tell(item, reason, text, warning=True)
 
     async def _tell_assigned(self, key: Key, assigned: Assigned, before: Mapping[str, Any] | None) -> None:
         item = self._cache.items[MODELS].get(key)

@@ -1,45 +1,26 @@
-"""One round of the operator as a decision: what there is -> what there should be. Pure.
+"""A pool's round of the operator as a decision: where its models go, and what its children are. Pure.
 
-A pool's round places its models and describes its children; a model's round renders its process and its status. Both
-can be run again at any time, after any crash, with the same result.
+It can be run again at any time, after any crash, with the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
-from omnimodel.controllers.decisions import demand_of, rendered
+from omnimodel.api import OmniModel, OmniPool
+from omnimodel.controllers.decisions import demand_of
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_children, replicas_of, selector_of
 from omnimodel.controllers.kubernetes_pods import PodView, is_steady, problem_of, problems_of, supply_of
 from omnimodel.controllers.status import (
     Refusal,
     condition_list,
-    entry_report,
-    model_status,
     pool_report,
     pool_status,
-    spokesman,
 )
-from omnimodel.errors import Reason
 from omnimodel.placement.assignment import Finding, PoolSupply
 from omnimodel.placement.pods import Placement, PodDemand, place
-from omnimodel.render import Config
-
-# Refusals after which a process that serves an older generation is left alone. After the others its bytes are needed
-# by someone else, or nobody wants it.
-_KEEPS_OLD = frozenset(
-    {
-        Reason.TOO_LARGE,
-        Reason.SOURCE_NOT_FOUND,
-        Reason.INVALID_MANIFEST,
-        Reason.NAME_TAKEN,
-        Reason.OUTDATED_DEFINITIONS,
-        Reason.NOT_ALLOWED,
-    }
-)
 
 Status = dict[str, Any]
 
@@ -222,7 +203,10 @@ def _pool_verdict(
     if replicas == 0:
         return "ScaledToZero", "it is asked for no pods (spec.replicas: 0)", ""
     if ready >= replicas:
-        return "Serving", f"{ready} of {replicas} pods are ready", ""
+        scale = pool.spec.autoscale
+        idle = scale is not None and scale.max > scale.min
+        fixed = "; autoscale.max is not acted on, there are autoscale.min: write replicas to scale it" if idle else ""
+        return "Serving", f"{ready} of {replicas} pods are ready{fixed}", ""
     if problem is not None:
         refusal, stalled = problem
         return refusal.reason, refusal.message, "Stalled" if stalled else "Reconciling"
@@ -253,133 +237,3 @@ def assigned_of(decision: PoolDecision, key: str) -> Assigned:
         notes=tuple(finding for finding in placement.warnings if finding.model == key),
         waiting=decision.waiting or (away[0] if away and len(away) == len(pods) else None),
     )
-
-
-@dataclass(frozen=True)
-class ModelSnapshot:
-    """Everything that a model's round decides from.
-
-    Args:
-        model: as it was written.
-        status: its status.
-        process: its OmniProcess; None when it has none.
-        pool: that it means; None when there is none.
-        invalid: why there is a pool and it cannot be used.
-        pools: names of the pools that there are, for the message.
-        assigned: by the pool.
-        names, lost: served names that it may have, and what to say of the others.
-        config: what it refers to.
-        live: pods that answer.
-        fault: why no process can be written at all; None when it can.
-        taken: user ids of other models of the pool.
-        unix_seconds: the time of day.
-    """
-
-    model: OmniModel
-    status: Mapping[str, Any]
-    process: Mapping[str, Any] | None
-    pool: OmniPool | None
-    invalid: Refusal | None
-    pools: Sequence[str]
-    assigned: Assigned
-    names: tuple[str, ...]
-    lost: tuple[Finding, ...]
-    config: Config
-    live: Collection[str]
-    fault: Refusal | None
-    taken: Collection[int]
-    unix_seconds: float
-
-
-@dataclass(frozen=True)
-class ModelDecision:
-    """What a model should have.
-
-    Args:
-        process: the OmniProcess; None for none.
-        keep: leave the OmniProcess that there is as it is, though it is of an older generation.
-        status: without residency, which is the agents'.
-        refusal: why it has no process of this generation.
-    """
-
-    process: dict[str, Any] | None
-    keep: bool
-    status: Status
-    refusal: Refusal | None
-
-
-def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
-    """The process and the status of a model."""
-    model, assigned = snapshot.model, snapshot.assigned
-    notes = [(str(finding.reason), finding.message) for finding in (*assigned.notes, *snapshot.lost)]
-    refusal = _refusal(snapshot)
-    process: OmniProcess | None = None
-    if refusal is None and not model.spec.suspend:
-        assert snapshot.pool is not None
-        found = rendered(model, snapshot.pool, snapshot.config, snapshot.names, notes, snapshot.taken)
-        if isinstance(found, Refusal):
-            refusal = found
-        else:
-            process = found
-    uid = ((snapshot.process or {}).get("spec") or {}).get("model", {}).get("uid")
-    keep = refusal is not None and refusal.reason in _KEEPS_OLD and uid == model.metadata.uid
-    if keep and refusal is not None:
-        refusal = replace(refusal, serves_on=True)
-    reports = [
-        entry_report(model.metadata.namespace, model.metadata.name, entry)
-        for entry in snapshot.status.get("residency") or ()
-        if entry["pod"] in snapshot.live and (entry["pod"] in assigned.pods or keep)
-    ]
-    status = model_status(
-        generation=model.metadata.generation,
-        pod="",
-        report=spokesman(reports, model.metadata.generation),
-        refusal=refusal,
-        suspended=model.spec.suspend,
-        before=snapshot.status,
-        now_seconds=snapshot.unix_seconds,
-        notes=notes,
-        served_names=snapshot.names,
-        pending=assigned.waiting,
-    )
-    del status["residency"]
-    status.pop("footprint", None)
-    weights = max((report.weights_bytes for report in reports), default=0)
-    working = max((report.working_bytes for report in reports), default=0)
-    if weights or working:
-        status["footprint"] = {"weightsBytes": weights, "workingBytes": working}
-    elif snapshot.status.get("footprint"):  # measured before; still the best guess
-        status["footprint"] = dict(snapshot.status["footprint"])
-    body = None if process is None else process_body(process, snapshot.pool, assigned.pods)
-    return ModelDecision(body, keep, status, refusal)
-
-
-def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
-    model = snapshot.model
-    if model.spec.suspend:
-        return None  # said by its own condition
-    if snapshot.fault is not None:
-        return snapshot.fault
-    if snapshot.invalid is not None:
-        return snapshot.invalid
-    if snapshot.pool is None:
-        known = ", ".join(sorted(set(snapshot.pools))) or "none"
-        message = f"asks for pool {model.spec.pool}, which does not exist; pools: {known}"
-        return Refusal(Reason.POOL_NOT_FOUND, message)
-    if model.spec.resources.devices > snapshot.pool.spec.device.count:
-        message = (
-            f"asks for {model.spec.resources.devices} devices, but pods of pool {snapshot.pool.metadata.name} have"
-            f" {snapshot.pool.spec.device.count}"
-        )
-        return Refusal(Reason.TOO_LARGE, message)
-    finding = snapshot.assigned.refusal
-    return None if finding is None else Refusal(finding.reason, finding.message)
-
-
-def process_body(process: OmniProcess, pool: OmniPool | None, pods: Sequence[str]) -> dict[str, Any]:
-    """An OmniProcess as it is applied."""
-    assert pool is not None
-    document = process.to_dict()
-    metadata = {key: value for key, value in document["metadata"].items() if key != "generation"}
-    metadata["labels"] = {**metadata["labels"], f"{GROUP}/pool-namespace": pool.metadata.namespace}
-    return {"metadata": metadata, "spec": {**document["spec"], "pods": list(pods)}}

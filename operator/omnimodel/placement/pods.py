@@ -16,6 +16,7 @@ from omnimodel.placement.assignment import Finding, ModelDemand, PoolSupply, pre
 from omnimodel.placement.state import bytes_text
 
 MOVES = 1  # models under way to another pod for evenness alone, at the same time
+WAS_THERE = "it was there already"  # why a model is on a pod: it was put there for a reason that was told then
 WORTH_SHARE = 0.05  # of the difference between two pods: a smaller model is not worth its move
 
 
@@ -185,7 +186,7 @@ def _keep(board: _Board, demand: PodDemand, held_bytes: Mapping[str, int]) -> No
     usable.sort(key=lambda pod: pod not in serving)
     for pod in usable[: wanted + 1]:
         if board.refusal(demand.model, pod) is None:
-            board.put(demand.model, pod, "it was there already")
+            board.put(demand.model, pod, WAS_THERE)
 
 
 def _fewest_zones_shared(pods: Sequence[PodSupply], wanted: int, held_bytes: Mapping[str, int]) -> list[PodSupply]:
