@@ -8,9 +8,6 @@ from pathlib import Path
 
 from omnimodel.agent.origins import FOLDER_VARIABLE
 
-# A UNIX socket's path holds 107 bytes (man 7 unix), and a state directory may lie deep.
-SOCKET_PATH_BYTES = 107
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -67,6 +64,6 @@ class Layout:
         return self.logs / f"{namespace}.{name}.log"
 
     def make(self) -> None:
-        """Make every directory; `run` may be entered by models' users, nothing else may."""
+        """Make every directory. What models' users may enter is decided where it is made: `run`, images, packages."""
         for path in (self.store, self.sources, self.environments, self.run, self.logs, self.journal, self.footprints):
             path.mkdir(parents=True, exist_ok=True)

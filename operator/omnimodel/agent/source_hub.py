@@ -126,7 +126,7 @@ async def fetch(
     if not said.get("done"):
         last = finished.lines[-1] if finished.lines else f"exit code {finished.code}"
         raise _refusal(subject, request, said.get("failed", ""), str(said.get("text", last)))
-    shutil.rmtree(content / ".cache", ignore_errors=True)
+    await asyncio.to_thread(shutil.rmtree, content / ".cache", ignore_errors=True)
     return ""
 
 

@@ -72,7 +72,7 @@ async def _download(
 ) -> Path:
     target, temporary = work / "wheel", work / "temporary"
     for folder in (target, temporary):
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir()
     requirement = f"{spec['name']}=={spec['version']}"
     if spec.get("sha256"):

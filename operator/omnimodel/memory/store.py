@@ -365,16 +365,29 @@ def _take_over(folder: Path) -> None:
     expected = {IMAGE_FILE, INDEX_FILE, ASSETS_FOLDER}
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = os.path.join(place, name)
-            status = os.lstat(path)
-            is_folder = stat.S_ISDIR(status.st_mode)
-            if not (is_folder or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
-                raise ImageError(path, "an image holds plain files only, with one name each")
             if place == str(folder) and name not in expected:
-                raise ImageError(path, f"an image folder holds {', '.join(sorted(expected))} and nothing else")
-            if os.geteuid() == 0 and (status.st_uid, status.st_gid) != (0, os.getegid()):
-                os.chown(path, 0, os.getegid(), follow_symlinks=False)
-            os.chmod(path, 0o755 if is_folder else 0o444)
-    os.chmod(folder, 0o755)  # noqa: S103 (weights are no secret of the machine, and processes run as other users)
-    if os.geteuid() == 0:
-        os.chown(folder, 0, os.getegid())
+                raise ImageError(
+                    os.path.join(place, name), f"an image folder holds {', '.join(sorted(expected))} and nothing else"
+                )
+            _own(os.path.join(place, name))
+    _own(str(folder))
+
+
+def _own(path: str) -> None:
+    """By a descriptor, so that nobody can put a link in its place between the look and the change."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in {errno.ELOOP, errno.ENXIO}:
+            raise
+        raise ImageError(path, "an image holds plain files only, with one name each") from error
+    try:
+        status = os.fstat(descriptor)
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if not (is_folder or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
+            raise ImageError(path, "an image holds plain files only, with one name each")
+        if os.geteuid() == 0 and (status.st_uid, status.st_gid) != (0, os.getegid()):
+            os.fchown(descriptor, 0, os.getegid())
+        os.fchmod(descriptor, 0o755 if is_folder else 0o444)  # weights are no secret of the machine
+    finally:
+        os.close(descriptor)
