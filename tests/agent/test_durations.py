@@ -56,11 +56,10 @@ async def test_a_publishing_that_never_comes_to_an_end_is_given_up_and_an_edit_c
 
 
 async def test_a_fetch_that_does_not_move_is_given_up(world):
-    async def answer_nothing(_reader, writer):
-        try:
-            await asyncio.Event().wait()
-        finally:
-            writer.close()
+    async def answer_nothing(reader, writer):
+        while await reader.read(4096):
+            pass
+        writer.close()
 
     server = await asyncio.start_server(answer_nothing, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

@@ -2,12 +2,15 @@
 
 import asyncio
 import errno
+import time
 
 import pytest
 
 from agent.world import HANDLER
 from omnimodel.agent.agent import Agent
 from omnimodel.agent.ingress import _NotSentError
+from omnimodel.agent.instance import State
+from omnimodel.agent.views import model_state
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.ledger import Kind
 
@@ -110,6 +113,19 @@ async def test_a_preparation_that_breaks_off_fails_and_says_so(world, monkeypatc
     assert await world.ask("m1") == pytest.approx(world.answer(8, 2))
 
 
+async def test_frozen_requests_of_a_removed_revision_still_get_their_model_back(world):
+    await world.apply(world.manifest("m1", seed=1))
+    instance, moves = world.instance("m1"), world.broker.moves
+    await world.agent.evict("default", "m1", 10)
+    instance.removed = "a newer revision serves"
+    assert not instance.wanted
+    assert not model_state(instance, time.monotonic(), moves).loadable
+    instance.state, instance.frozen_since_seconds = State.FROZEN, time.monotonic()
+    seen = model_state(instance, time.monotonic(), moves)
+    assert (instance.wanted, seen.loadable, seen.frozen_bytes) == (True, True, instance.working_bytes)
+    instance.state, instance.frozen_since_seconds, instance.removed = State.WARM, None, ""
+
+
 async def test_a_model_that_is_deleted_while_it_loads_does_not_finish_loading_first(world):
     manifest = world.manifest("m1", seed=1, handler=HANGS)
     manifest["spec"]["runtime"]["env"] = {"HANG": "yes"}
@@ -124,9 +140,11 @@ async def test_a_system_that_stops_while_a_model_loads_ends_it(world, tmp_path):
     manifest["spec"]["runtime"]["env"] = {"HANG": "yes"}
     agent = Agent(tmp_path / "state")
     await agent.start()
-    await agent.apply([world.process(manifest)], world.pool)
-    log = agent.layout.log("default", "m1")
-    await world.until(lambda: log.exists() and b"begun" in log.read_bytes(), "it loads")
-    async with asyncio.timeout(90):
-        await agent.stop(0.0)
+    try:
+        await agent.apply([world.process(manifest)], world.pool)
+        log = agent.layout.log("default", "m1")
+        await world.until(lambda: log.exists() and b"begun" in log.read_bytes(), "it loads", seconds=400)
+    finally:
+        async with asyncio.timeout(120):
+            await agent.stop(0.0)
     assert not list((tmp_path / "state" / "run").glob("*.sock"))

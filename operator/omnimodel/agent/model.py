@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -206,16 +207,19 @@ class Model:
         """
         seconds = instance.limits.load_deadline_seconds
         loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(None)
+
+        def moved(phase: str, progress: float) -> None:
+            self._report(phase, progress)
+            with contextlib.suppress(RuntimeError):  # it is over
+                limit.reschedule(loop.time() + seconds if phase in _BOUNDED_PHASES else None)
+
         try:
-            async with asyncio.timeout(None) as limit:
-
-                def moved(phase: str, progress: float) -> None:
-                    self._report(phase, progress)
-                    if not limit.expired():
-                        limit.reschedule(loop.time() + seconds if phase in _BOUNDED_PHASES else None)
-
+            async with limit:
                 return await self._preparation.prepare(instance.subject, instance.spec, moved)
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise OmniError(
                 instance.subject,
                 f"while {_BOUNDED_PHASES.get(self.phase, 'it was prepared')} nothing moved for {seconds:g} s, "
