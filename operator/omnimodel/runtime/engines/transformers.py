@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,10 +47,13 @@ class Pretrained(Model):
 
     def publish(self, source: Source) -> torch.nn.Module:
         """Load the checkpoint, and keep its configuration and tokenizer."""
+        with tempfile.TemporaryDirectory() as own:
+            return self._publish(source, *_checkpoint(source, Path(own)))
+
+    def _publish(self, source: Source, folder: Path, gguf: str) -> torch.nn.Module:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        folder, gguf = _checkpoint(source)
         module: Any = None
         if gguf and self.auto == TextGeneration.auto:
             module = llama_gguf.load(f"source {source.path.name}", folder / gguf, self.dtype)
@@ -285,11 +289,19 @@ def read_tokenizer(assets: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _checkpoint(source: Source) -> tuple[Path, str]:
-    """The folder of a checkpoint, and the name of the GGUF file in it when it is one."""
+def _checkpoint(source: Source, own: Path) -> tuple[Path, str]:
+    """The folder of a checkpoint, and the name of the GGUF file in it when it is one.
+
+    Args:
+        own: an empty folder. The library lists the folder that a file is in, and of a source that is one file a sandbox
+            need not show what is around it.
+    """
     if source.path.is_file():
         if source.path.suffix == ".gguf":
-            return source.path.parent, source.path.name
+            alone = own / source.path.parent.name
+            alone.mkdir()
+            (alone / source.path.name).symlink_to(source.path)
+            return alone, source.path.name
         raise SourceError(f"source {source.path.name}", "it is no GGUF file", "give the checkpoint's folder")
     configs = [file for file in source.files("config.json") if list(file.parent.glob("*.safetensors*"))]
     configs = configs or [file for file in source.files("config.json") if list(file.parent.glob("*.bin"))]
