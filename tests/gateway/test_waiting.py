@@ -18,6 +18,7 @@ from omnimodel.gateway.settings import Settings
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "hello"}]}
 COLD = {**CHAT, "model": "cold"}
 PATH = "/v1/chat/completions"
+comments = pytest.mark.parametrize("settings", [Settings(keepalive_seconds=0.05, drain_seconds=5.0)], ids=["comments"])
 
 
 def without_comments(body: bytes) -> bytes:
@@ -53,6 +54,7 @@ async def test_headers_say_how_long_a_request_was_held_and_for_what(world: World
     assert quick.headers["Omni-Wait-Reason"] == "none"
 
 
+@comments
 async def test_a_held_stream_is_kept_alive_and_then_whole(world: World) -> None:
     """litellm#34374: not one byte went out before the first token, so that a balancer cut every such stream."""
     line = world.agent.add("cold", awake=False)
@@ -71,6 +73,7 @@ async def test_a_held_stream_is_kept_alive_and_then_whole(world: World) -> None:
     assert re.search(rb": taken waited=\d+\.\d{3} reason=wake wake=0\.250\n\n", rest)
 
 
+@comments
 async def test_a_long_prefill_is_kept_alive(world: World) -> None:
     response = await world.session.post(world.url + PATH, json={**CHAT, "stream": True, "prefill": 0.3})
     body = await response.read()
@@ -79,6 +82,7 @@ async def test_a_long_prefill_is_kept_alive(world: World) -> None:
     assert without_comments(body) == b"".join(RECORDED)
 
 
+@comments
 async def test_no_comment_comes_into_the_middle_of_an_event(world: World) -> None:
     response = await world.session.post(world.url + PATH, json={**CHAT, "stream": True, "halves": True, "pause": 0.2})
     body = await response.read()
@@ -88,6 +92,7 @@ async def test_no_comment_comes_into_the_middle_of_an_event(world: World) -> Non
     assert without_comments(body) == b'data: {"a":1}\n\ndata: [DONE]\n\n'
 
 
+@comments
 async def test_the_official_client_does_not_see_the_comments(world: World) -> None:
     line = world.agent.add("cold", awake=False)
     async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="none", max_retries=0) as client:
@@ -99,7 +104,6 @@ async def test_the_official_client_does_not_see_the_comments(world: World) -> No
         assert [chunk.choices[0].delta.content async for chunk in stream] == ["0 ", "1 ", "2 "]
 
 
-@pytest.mark.parametrize("settings", [Settings(keepalive_seconds=60.0)], ids=["late comments"])
 async def test_before_the_first_comment_an_error_has_its_status(world: World) -> None:
     world.agent.add("cold", awake=False, deadline_seconds=0.01)
     response = await world.post(PATH, json={**COLD, "stream": True})
@@ -108,6 +112,7 @@ async def test_before_the_first_comment_an_error_has_its_status(world: World) ->
     assert (await response.json())["error"]["code"] == "deadline_exceeded"
 
 
+@comments
 async def test_after_it_the_error_is_an_event(world: World) -> None:
     world.agent.add("cold", awake=False, deadline_seconds=1.0)
     response = await world.post(PATH, json={**COLD, "stream": True})
@@ -118,6 +123,7 @@ async def test_after_it_the_error_is_an_event(world: World) -> None:
     assert error["message"] == "OmniModel default/cold: not done within 1 s; ask for less"
 
 
+@comments
 async def test_a_refusal_after_a_hold_is_an_event_too(world: World) -> None:
     line = world.agent.add("cold", awake=False)
     response = await world.session.post(world.url + PATH, json={**COLD, "stream": True, "refuse": True})
@@ -127,6 +133,7 @@ async def test_a_refusal_after_a_hold_is_an_event_too(world: World) -> None:
     assert error_of(await response.read())["param"] == "temperature"
 
 
+@comments
 async def test_the_official_client_raises_what_a_held_stream_ends_with(world: World) -> None:
     world.agent.add("cold", awake=False, deadline_seconds=1.0)
     async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="none", max_retries=0) as client:

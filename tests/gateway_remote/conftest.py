@@ -14,6 +14,7 @@ from gateway.conftest import settings
 from gateway.standin import Agent, Process, System
 from gateway.world import World, listening_world, stock, until
 from gateway_remote.world import Cluster, start_pod
+from omnimodel.gateway import remote
 from omnimodel.gateway.app import create_app, serve
 from omnimodel.gateway.gateway import GATEWAY
 from omnimodel.gateway.order import Place
@@ -55,6 +56,13 @@ class FreshBackend(RoutingBackend):
         return self.stand_in.estimate(model)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other things loses no agent; a connection that is refused is, at once."""
+    monkeypatch.setattr(remote, "CONNECT_SECONDS", 60.0)
+    monkeypatch.setattr(remote, "SILENCE_SECONDS", 60.0)
+
+
 @pytest.fixture
 async def world(tmp_path: Path, settings: Settings) -> AsyncIterator[World]:
     process = Process(tmp_path / "model.sock")
@@ -86,7 +94,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         backend = RoutingBackend(here=Place("eu", "eu-0"))
         stack.push_async_callback(backend.close)
         backend.set_agents([pod.address for pod in pods])
-        app = create_app(backend, System(), settings=Settings(keepalive_seconds=0.05, drain_seconds=2.0))
+        app = create_app(backend, System(), settings=Settings(keepalive_seconds=60.0, drain_seconds=2.0))
         listening = await serve(app, "127.0.0.1", 0)
         stack.push_async_callback(listening.close)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
