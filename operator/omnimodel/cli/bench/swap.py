@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 from rich.console import Console
 from rich.progress import track
 
@@ -59,6 +60,7 @@ def command(
         _timings(report, system, rounds)
         if swaps:
             _rotation(report, system, swaps, seed)
+        _idle(report, system)
         if questions:
             contention(report, system, questions, clients, seed)
     report.finish(json_path)
@@ -122,7 +124,7 @@ def _plain_copy(target: int, source: int, size_bytes: int, threads: int) -> floa
 
 def _timings(report: Report, system: System, rounds: int) -> None:
     """Wake and evict each model in turn, round after round: by its next turn others have overwritten its frames."""
-    models = system.models()
+    models = system.evictable()
     wakes: dict[str, list[float]] = {}
     evicts: dict[str, list[float]] = {}
     for _ in _progress(range(rounds), "wakes and evicts"):
@@ -138,6 +140,22 @@ def _timings(report: Report, system: System, rounds: int) -> None:
         report.add(f"evict {name}", median(evicts[name]) * 1000, "ms", goal=5.0)
     every = [seconds for found in evicts.values() for seconds in found]
     report.add("evict, all models", median(every) * 1000, "ms", goal=5.0, note="median")
+
+
+def _idle(report: Report, system: System) -> None:
+    """Private memory of each model's process once it has answered and was evicted."""
+    if not system.pid:
+        return
+    found = []
+    for item in system.evictable():
+        name, namespace = item["metadata"]["name"], item["metadata"].get("namespace", "default")
+        system.ask(item)
+        system.client.evict(namespace, name, 60.0)
+        (entry,) = system.client.model(namespace, name)["status"]["residency"]
+        if entry["pid"]:
+            found.append(psutil.Process(entry["pid"]).memory_full_info().uss / (1 << 20))
+            report.add(f"idle private memory {name}", found[-1], "MiB", note="after an answer and an evict")
+    report.add("idle private memory, median", median(found), "MiB", note=f"{len(found)} models")
 
 
 def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:

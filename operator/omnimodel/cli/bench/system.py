@@ -54,6 +54,10 @@ class System:
             if output.condition(item, "Ready").get("status") == "True" and item.get("spec", {}).get("probe")
         ]
 
+    def evictable(self) -> list[dict[str, Any]]:
+        """Those of the models that are not kept resident."""
+        return [item for item in self.models() if not (item["spec"].get("residency") or {}).get("keepResident")]
+
     def ask(self, item: dict[str, Any], timeout_seconds: float = 300.0) -> Answer:
         """Send a model its probe."""
         asked = known_answer.request(addressed(item["spec"]["probe"], output.full_name(item)))
