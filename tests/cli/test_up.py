@@ -295,6 +295,7 @@ def test_a_second_signal_hurries_and_none_is_worse_than_ctrl_c(restarted: Restar
     up.process.send_signal(signal.SIGTERM)
     until(lambda: "stopping" in "".join(up.messages), "the first stage")
     assert up.process.poll() is None, "the request has ten minutes left"
+    assert up.client.request("GET", "/readyz").status == 503, "nobody new is sent to it"
     assert up.stop(signal.SIGHUP) == 0, "".join(up.messages)
     asking.join(DEADLINE_SECONDS)
     assert statuses[0] in {502, 503, 504}, "who was cut off is told so"
