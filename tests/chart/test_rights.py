@@ -60,7 +60,8 @@ def test_the_operator_writes_what_it_owns_and_nothing_that_people_write(server: 
     assert all(may(server, user, verb, "omniprocesses") for verb in ("create", "patch", "delete"))
     assert all(may(server, user, verb, "statefulsets") for verb in ("create", "patch"))
     assert not may(server, user, "delete", "statefulsets"), "they go with their pool"
-    assert may(server, user, "update", "leases", release)
+    assert may(server, user, "update", "leases", release, "omni-omnimodel-operator")
+    assert not may(server, user, "update", "leases", release, "of-another")
     assert not may(server, user, "update", "leases")
 
 

@@ -43,6 +43,8 @@ RARELY = {
         ("events", "list"): "of pods that cannot be made",
         ("events", "patch"): "of what is told again",
         ("leases", "get"): "of a pod that may be dead",
+        ("leases", "create"): "where someone has deleted the chart's",
+        ("leases", "patch"): "the canary, where the operator's own namespace is watched",
     },
     "agent": {
         ("events", "patch"): "of what is told again",
@@ -187,7 +189,14 @@ async def test_a_life_with_edits_ends_without_anything_left(installed: Installed
 @pytest.mark.parametrize(
     ("who", "roles"),
     [
-        ("operator", (f"clusterrole/{ROLE}:operator", f"clusterrole/{ROLE}:references")),
+        (
+            "operator",
+            (
+                f"clusterrole/{ROLE}:operator",
+                f"clusterrole/{ROLE}:references",
+                f"role/omni-omnimodel-operator/{SYSTEM}",
+            ),
+        ),
         ("agent", (f"clusterrole/{ROLE}:agent", f"clusterrole/{ROLE}:heartbeat", f"clusterrole/{ROLE}:references")),
         ("gateway", (f"clusterrole/{ROLE}:gateway",)),
     ],
