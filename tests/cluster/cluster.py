@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 from cluster.access import NODE, ask, write_certificates, write_kubeconfigs
 from cluster.connection import ClusterError, Connection
-from cluster.host import Process, add_link, cgroups, free_ports, remove_cgroup, remove_link
+from cluster.host import Process, add_link, cgroups, free_ports, make_cgroup, remove_cgroup, remove_link
 from cluster.image import write_image
 
 Level = Literal["api", "node"]
@@ -171,7 +171,7 @@ class Cluster(Connection):
         self.number = add_link(self.processes["init"].pid)
         self._save()
         for group in cgroups(self.number):
-            group.mkdir()
+            make_cgroup(group)
         host, node = (f"10.203.{self.number}.{side}" for side in (1, 2))
         values = {"node": NODE, "folder": str(self.folder), "address": node, "gateway": host}
         self._run([*self._enter(), "sh", str(HERE / "etc/sandbox.sh")], env=self._environment() | values)

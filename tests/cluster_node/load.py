@@ -28,17 +28,17 @@ class Load:
         self.slowest_seconds = 0.0
         self._ask, self._expected, self._pause_seconds = ask, expected, pause_seconds
         self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(workers)]
+        self.clients = [threading.Thread(target=self._run, daemon=True) for _ in range(workers)]
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
+        for thread in self.clients:
             thread.start()
         self.more(5)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
-        for thread in self._threads:
+        for thread in self.clients:
             thread.join()
 
     def _run(self) -> None:

@@ -1,0 +1,198 @@
+"""Things that happen to real pods while clients ask: what fails, what is held, and what heals by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from cluster.cluster import Cluster
+from cluster_node.installation import MINUTES, PODS, SYSTEM, Installation, condition, whole_condition
+from cluster_node.load import Load
+from cluster_node.models import ANSWER, code, linear, prober, said
+
+pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(900)]
+BOTH = ("twin-0", "twin-1")
+AGENT = "for p in $(cat /proc/1/task/1/children); do cmp -s /proc/1/cmdline /proc/$p/cmdline && echo $p && break; done"
+
+GREED = "HELD.append(b'x' * (512 << 20)); import time; time.sleep(60); answer = len(HELD)"
+
+
+@pytest.fixture(scope="module")
+def twin(installation: Installation) -> Iterator[str]:
+    """A pool of two pods."""
+    with installation.pool("twin", replicas=2) as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def both(installation: Installation, twin: str) -> Iterator[str]:
+    """A model that both of its pods hold."""
+    with installation.model(linear("both", twin, replicas={"min": 2})) as name:
+        on_both(installation, name)
+        yield name
+
+
+def on_both(installation: Installation, model: str) -> None:
+    """Wait until two pods serve a model."""
+
+    def held() -> bool:
+        return all(installation.entry(model, pod).get("ready") for pod in BOTH)
+
+    installation.wait_ready(model)
+    installation.until(held, f"{model} on both pods")
+
+
+def restarts(installation: Installation, pod: str) -> int:
+    """How often the agent's container was started again."""
+    return int(installation.get("pod", pod)["status"]["containerStatuses"][0]["restartCount"])
+
+
+def kill(installation: Installation, pod: str, pid: str | int) -> None:
+    installation.shell(pod, f"kill -9 {pid}")
+
+
+# Processes
+
+
+def test_a_model_that_is_killed_comes_back_at_once(installation: Installation, first: str) -> None:
+    assert installation.ask(first).values == ANSWER
+    before = installation.pid(first, "default-0")
+    with Load(partial(installation.ask, first), ANSWER) as load:
+        kill(installation, "default-0", before)
+        load.more(20)
+    assert len(load.failures) <= 1  # the one that it was at
+    assert installation.pid(first, "default-0") not in {0, before}
+    assert restarts(installation, "default-0") == 0
+
+
+def test_an_agent_that_is_killed_is_started_again_in_its_pod(installation: Installation, first: str) -> None:
+    before = restarts(installation, "default-0")
+    agent = installation.shell("default-0", AGENT).strip()
+    kill(installation, "default-0", agent)
+    installation.until(lambda: installation.ask(first, seconds=30).values == ANSWER, "an answer", 120)
+    assert installation.shell("default-0", AGENT).strip() not in {"", agent}
+    assert restarts(installation, "default-0") == before
+
+
+def test_a_model_over_its_memory_is_ended_alone(installation: Installation, first: str, pool: str) -> None:
+    """In a pod no control group can be made, and no other user's process be traced: the agent must see it all the same."""
+    assert installation.ask(first).values == ANSWER
+    neighbour = installation.pid(first, "default-0")
+    with installation.model(prober("hungry", pool, resources={"hostMemory": "192Mi"})) as name:
+        installation.wait_ready(name)
+        with Load(partial(installation.ask, first), ANSWER) as load:
+            answer = installation.ask(name, code(GREED), seconds=120)
+            load.more(20)
+        assert load.failures == []
+        assert answer.status >= 500
+        assert "more than its 192 MiB" in str(answer.body)
+        assert said(installation.ask(name, code("answer = len(HELD)")).values) == 0
+    assert restarts(installation, "default-0") == 0
+    assert installation.pid(first, "default-0") == neighbour
+
+
+# Pods
+
+
+def test_a_deleted_pod_of_two_fails_no_request(installation: Installation, both: str) -> None:
+    uid = installation.get("pod", "twin-0")["metadata"]["uid"]
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        installation.cluster.kubectl("delete", "pod", "twin-0", "-n", PODS, "--wait=false")
+        installation.wait_pod("twin-0", other_than=uid)
+        load.more(20)
+    assert load.failures == []
+
+
+@pytest.mark.parametrize("how", [[], ["--grace-period=0", "--force"]], ids=["deleted", "killed"])
+def test_a_gateway_that_goes_fails_at_most_what_it_was_at(
+    installation: Installation, both: str, how: list[str]
+) -> None:
+    gateways = ["pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=gateway"]
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        pod = installation.cluster.get(*gateways)["items"][0]["metadata"]["name"]
+        installation.cluster.kubectl("delete", "pod", pod, "-n", SYSTEM, MINUTES, *how)
+        installation.cluster.kubectl("rollout", "status", "deployment/omnimodel-gateway", "-n", SYSTEM, MINUTES)
+        load.more(20)
+    assert len(load.failures) <= (len(load.clients) if how else 0)
+
+
+def test_without_operators_models_go_on_and_new_ones_follow_when_they_are_back(
+    installation: Installation, both: str, twin: str
+) -> None:
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        selected = ["-n", SYSTEM, "-l", "app.kubernetes.io/component=operator"]
+        installation.cluster.kubectl("delete", "pods", *selected, "--grace-period=0", "--force")
+        with installation.model(linear("later", twin, shift=2.0)) as name:
+            installation.wait_ready(name)
+            assert installation.ask(name).values == [8.0, 24.0]
+    assert load.failures == []
+
+
+# Changes of a pool
+
+
+def test_a_changed_pool_rolls_pod_by_pod_and_fails_no_request(installation: Installation, both: str, twin: str) -> None:
+    before = {pod: installation.get("pod", pod)["metadata"]["uid"] for pod in BOTH}
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        installation.patch("omnipool", twin, {"spec": {"pod": {"resources": {"cpu": "20m"}}}})
+        for pod in reversed(BOTH):
+            installation.wait_pod(pod, other_than=before[pod])
+        load.more(20)
+    assert load.failures == []
+    on_both(installation, both)
+
+
+def test_requests_are_held_while_the_only_pod_is_replaced(installation: Installation, first: str, pool: str) -> None:
+    before = installation.get("pod", "default-0")["metadata"]["uid"]
+    with Load(partial(installation.ask, first, seconds=200), ANSWER) as load:
+        installation.patch("omnipool", pool, {"spec": {"pod": {"resources": {"cpu": "20m"}}}})
+        installation.wait_pod("default-0", other_than=before)
+        load.more(20)
+    assert load.failures == []
+
+
+def test_a_bad_image_stops_at_the_first_pod_and_heals_with_the_image(
+    installation: Installation, both: str, twin: str
+) -> None:
+    on_both(installation, both)
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        installation.patch("omnipool", twin, {"spec": {"pod": {"image": "localhost/no-such-agent:dev"}}})
+        installation.until(
+            lambda: whole_condition(installation.get("omnipool", twin), "Stalled").get("reason") == "ImageNotPulled",
+            "the condition",
+        )
+        good = installation.get("pod", "twin-0")
+        assert condition(good, "Ready") == "True"
+        load.more(20)
+        installation.patch("omnipool", twin, {"spec": {"pod": {"image": None}}})
+        installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") == "True", "the pool")
+        assert installation.get("pod", "twin-0")["metadata"]["uid"] == good["metadata"]["uid"]
+    assert load.failures == []
+
+
+# The node
+
+
+def test_when_the_kubelet_is_silent_models_run_on_and_are_reached_again_with_it(
+    installation: Installation, both: str, twin: str
+) -> None:
+    cluster = installation.cluster
+    if not isinstance(cluster, Cluster):
+        pytest.skip("the node is someone else's")
+    on_both(installation, both)
+    before = {pod: installation.get("pod", pod)["metadata"]["uid"] for pod in BOTH}
+    kubelet = cluster.processes["kubelet"].children()[0]
+    os.kill(kubelet, signal.SIGSTOP)
+    try:
+        installation.until(lambda: condition(cluster.get("node", "node1"), "Ready") == "Unknown", "its silence", 120)
+        installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") != "True", "the pool")
+        assert installation.report("twin-0")["models"][f"{PODS}/{both}"]["ready"]
+    finally:
+        os.kill(kubelet, signal.SIGCONT)
+    installation.until(lambda: installation.ask(both).values == ANSWER, "an answer", 60)
+    installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") == "True", "the pool")
+    assert {pod: installation.get("pod", pod)["metadata"]["uid"] for pod in BOTH} == before
