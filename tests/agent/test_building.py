@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from agent.children import alive, until
-from agent.world import pool
+from agent.world import HANDLER, pool
 from omnimodel.agent import confinement
 from omnimodel.agent.building import Builder, take_over
 from omnimodel.agent.environments import Environments
@@ -166,12 +166,19 @@ async def test_what_a_build_leaves_is_looked_through(tmp_path: Path, index: Path
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @root
-async def test_a_package_of_the_public_index_without_a_wheel_is_built_with_its_tools(tmp_path: Path) -> None:
-    async with building(tmp_path) as (environments, build, _):
-        folder = await environments.build(SUBJECT, ["docopt==0.6.2", "tiktoken==0.14.0"], build=build)
-    assert (folder / "docopt.py").is_file()
-    assert (folder / "tiktoken").is_dir()
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_model_is_served_with_a_package_that_was_built_with_its_tools(world) -> None:
+    """docopt has no wheel, and is built by setuptools, which the build fetches."""
+    handler = HANDLER.replace("import torch\n", "import torch\nimport docopt\n", 1)
+    manifest = world.manifest("built", handler=handler)
+    manifest["spec"]["runtime"]["environment"] = {"requirements": ["docopt==0.6.2"]}
+    await world.apply(manifest, wait=False)
+    await world.until(lambda: world.report("built").phase in {"serving", "idle", "failed"}, "built", 450)
+    assert world.report("built").ready, world.report("built")
+    assert await world.ask("built") == pytest.approx(world.answer(8, 1))
+    assert len(world.agent._spawner.zygotes.processes()) == 1, "nothing of the environment is imported outside"
 
 
 @pytest.mark.root
