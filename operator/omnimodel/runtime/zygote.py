@@ -26,6 +26,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -327,6 +328,7 @@ def _run_child(channel: Channel, request: Mapping[str, Any], plan: SandboxPlan, 
     channel.send({"kind": "entered", "reached": reached.to_json(), "seconds": time.monotonic() - began})
     go, _ = channel.receive()
     os.environ.update(go["env"])
+    tempfile.tempdir = None  # looked for anew: where this process may write is not where the zygote might
     os.chdir(go.get("workingDir") or ("/tmp" if os.getpid() == 1 else "/"))  # noqa: S108 - its own
     sys.path[:0] = [*request["environment"], *request["overlay"]]
     module, _, function = request["target"].partition(":")
