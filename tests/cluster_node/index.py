@@ -62,6 +62,8 @@ class PackageIndex:
             def do_GET(self) -> None:
                 index._answer(self)
 
+            do_HEAD = do_GET  # noqa: N815 the interface
+
             def log_message(self, *_: object) -> None:
                 pass
 
@@ -90,6 +92,8 @@ class PackageIndex:
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         with suppress(OSError):
+            if request.command == "HEAD":
+                return
             request.wfile.write(body)
 
     def _page(self, name: str) -> bytes:
