@@ -10,8 +10,13 @@ import pytest
 from kube.agents import Agents
 from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_pods, kubernetes_reconcile
+from omnimodel.controllers.kubernetes_cache import Cache
+from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_pods import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, PodView, is_stuck
+from omnimodel.controllers.kubernetes_writes import LaterError, Writer
+from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import EVENTS, MODELS, PODS, POOLS, PROCESSES
+from omnimodel.protocol.report import ModelReport
 
 ENTRY = {"pod": "gpu-0", "ready": True, "budgetBytes": 1}
 
@@ -91,6 +96,29 @@ async def test_a_replaced_pod_does_not_answer_for_the_one_before(world: World, a
     agents.silent.clear()
     await world.ready("a")
     assert placed(world) == {"a": ["gpu-0"]}
+
+
+async def test_what_an_agent_says_while_its_entry_is_taken_back_stays(world: World) -> None:
+    """The operator took it for dead, by what it knew; the agent has just come back."""
+    await world.apply(model("a", world.namespace))
+    key = (world.namespace, "a")
+
+    async def say(tier: str) -> None:
+        entry = residency_entry("gpu-0", ModelReport(world.namespace, "a", 1, tier, "idle", ready=True))
+        await world.kube.patch_status(MODELS, "a", world.namespace, {"residency": [entry]}, manager="omni-agent.gpu-0")
+
+    await say("cold")
+    cache = Cache()
+    cache.put(MODELS, await world.kube.get(MODELS, "a", world.namespace))
+    writer = Writer(world.kube, cache, Hearing(), lambda: True)
+    await say("warm")
+    with pytest.raises(LaterError):
+        await writer.clear_entry(MODELS, key, "residency", "gpu-0")
+    found = await world.kube.get(MODELS, "a", world.namespace)
+    assert [entry["tier"] for entry in found["status"]["residency"]] == ["warm"]
+    cache.put(MODELS, found)
+    await writer.clear_entry(MODELS, key, "residency", "gpu-0")
+    assert not (await world.kube.get(MODELS, "a", world.namespace)).get("status", {}).get("residency")
 
 
 async def test_agents_that_are_all_silent_and_come_back_keep_what_they_had(

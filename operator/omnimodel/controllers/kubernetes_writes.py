@@ -191,7 +191,9 @@ class Writer:
         manager = f"omni-agent.{pod}"
         try:
             # Of the very object that was looked at: what an agent that came back has written since stays.
-            answer = await self._kube.patch_status(kind, key[1], key[0], {}, manager=manager, resource_version=seen)
+            # And no empty status: where nobody else has said anything the API server would have to make it null.
+            none = {field: []}
+            answer = await self._kube.patch_status(kind, key[1], key[0], none, manager=manager, resource_version=seen)
             entries = (answer.get("status") or {}).get(field) or []
             index = next((index for index, entry in enumerate(entries) if entry.get("pod") == pod), None)
             if index is not None:  # a foreign hand wrote it
