@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import Running
+from example_models import EXAMPLES
+from omnimodel.agent.supply import HOST_FRAME_BYTES
+from omnimodel.catalog import load
+from omnimodel.cli.bench.contention import contention
 from omnimodel.cli.bench.gateway import STREAM_TOKENS, Stream, _take
-from omnimodel.cli.bench.report import Report, Row
+from omnimodel.cli.bench.report import Report, Row, percentile
 from omnimodel.cli.bench.swap import _copy, comparable
+from omnimodel.cli.bench.system import System, frame_bytes, on_one_thread
+from omnimodel.cli.client import Client
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,33 @@ def test_the_copy_comparison_measures_something_real() -> None:
     report = Report("swap")
     _copy(report, 32 << 20, 4 << 20, 1, 1)
     assert [row.value > 0 for row in report.rows] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "found"),
+    [((), 0.99, 0.0), ((3.0,), 0.5, 3.0), (tuple(range(1, 101)), 0.99, 99), ((4.0, 1.0, 2.0, 3.0), 0.5, 2.0)],
+    ids=["none", "one", "a hundred", "unsorted"],
+)
+def test_percentiles(values: tuple[float, ...], share: float, found: float) -> None:
+    assert percentile(values, share) == found
+
+
+def test_only_chat_models_of_a_copied_catalogue_are_put_on_one_thread() -> None:
+    original = {model.metadata.name: model.spec for model in load(EXAMPLES / "catalog").models}
+    with on_one_thread(EXAMPLES / "catalog") as folder:
+        copied = {model.metadata.name: model.spec for model in load(folder).models}
+        assert frame_bytes(folder) == HOST_FRAME_BYTES
+    assert copied.keys() == original.keys()
+    assert {name for name, spec in copied.items() if spec != original[name]} == {"smollm2"}
+    assert copied["smollm2"].runtime.threads == 1
+
+
+def test_many_clients_are_answered_and_each_wrong_answer_is_counted(system: Running) -> None:
+    report = Report("swap")
+    contention(report, System(Client(system.address), None, 0), 20, 4, 1)
+    figures = {row.name: row.value for row in report.rows}
+    assert figures["questions of many clients"] == 20
+    assert 0 < figures["wrong answers among them"] < 20
+    assert figures["refused, to be sent again"] == 0
+    assert report.failures
+    assert {failure.partition(":")[0].rpartition("/")[2] for failure in report.failures} == {"wrong"}
