@@ -192,7 +192,7 @@ class Writer:
         try:
             # Of the very object that was looked at: what an agent that came back has written since stays.
             # And no empty status: where nobody else has said anything the API server would have to make it null.
-            none = {field: []}
+            none: dict[str, list[object]] = {field: []}
             answer = await self._kube.patch_status(kind, key[1], key[0], none, manager=manager, resource_version=seen)
             entries = (answer.get("status") or {}).get(field) or []
             index = next((index for index, entry in enumerate(entries) if entry.get("pod") == pod), None)
