@@ -64,3 +64,21 @@ def test_the_interpreter_needs_no_whole_checkout() -> None:
     assert all(os.path.exists(path) for path in found)
     assert any(path.endswith("/omnimodel") for path in found)
     assert "/" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param("/code", "/run/a/code", id="a mount"),
+        pytest.param("/code/server.py", "/run/a/code/server.py", id="a file in it"),
+        pytest.param("--model=/code/deep/x", "--model=/store/deep/x", id="a mount in a mount, in an option"),
+        pytest.param("/code:/usr/lib", "/run/a/code:/usr/lib", id="a list of folders"),
+        pytest.param("/codec", "/codec", id="another name that begins like it"),
+        pytest.param("/usr/code", "/usr/code", id="another folder of its name"),
+        pytest.param("--port", "--port", id="no path"),
+    ],
+)
+def test_below_namespaces_a_process_is_told_where_its_mounts_come_from(text: str, told: str) -> None:
+    plan = SandboxPlan("one", mounts=(Mount("/run/a/code", "/code"), Mount("/store/deep", "/code/deep/")))
+    assert plan.told(text, Level.LANDLOCK) == told
+    assert plan.told(text, Level.NAMESPACES) == text

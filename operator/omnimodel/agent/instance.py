@@ -250,7 +250,7 @@ class Instance:
         try:
             process = await self._spawn(self)
             start = Start(
-                self.spec,
+                {**self.spec, **{part: process.told(self.spec.get(part) or ()) for part in ("command", "args")}},
                 prepared.inside(process),
                 prepared.image_bytes,
                 prepared.frame_bytes,

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +136,10 @@ class ModelProcess:
         self._released = asyncio.create_task(self._end(), name=f"end {self.instance}")
         watched = plan.memory_bytes and not group.limits_memory
         self._watcher = asyncio.create_task(self._watch_memory(), name=f"watch {self.instance}") if watched else None
+
+    def told(self, texts: Iterable[str]) -> list[str]:
+        """Texts of the manifest, mounts in them where they are for this process."""
+        return [self.plan.told(text, self.reached.level) for text in texts]
 
     @property
     def exited(self) -> asyncio.Future[ProcessExit]:

@@ -156,7 +156,9 @@ class Spawner:
                 self._release,
             )
             self._processes.add(process)
-            await forked.go({**scratch, **request.env}, request.working_dir or plan.scratch)
+            env = dict(zip(request.env, process.told(request.env.values()), strict=True))
+            (folder_inside,) = process.told([request.working_dir])
+            await forked.go({**scratch, **env}, folder_inside or plan.scratch)
         except BaseException as error:
             if process is not None:
                 process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -107,6 +108,14 @@ class SandboxPlan:
             if path == mount.source or path.startswith(mount.source.rstrip("/") + "/"):
                 return mount.target.rstrip("/") + path[len(mount.source.rstrip("/")) :]
         return path
+
+    def told(self, text: str, level: Level) -> str:
+        """A text of the manifest as the process is to hear it: below `namespaces` mounts are where they come from."""
+        sources = {mount.target.rstrip("/"): mount.source.rstrip("/") for mount in self.mounts}
+        if level is Level.NAMESPACES or not sources:
+            return text
+        targets = "|".join(re.escape(target) for target in sorted(sources, key=len, reverse=True))
+        return re.sub(rf"(?<![\w./-])(?:{targets})(?![\w.-])", lambda match: sources[match[0]], text)
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,7 @@ def _run_child(channel: Channel, request: Mapping[str, Any], plan: SandboxPlan, 
     os.environ.update(go["env"])
     tempfile.tempdir = None  # looked for anew: where this process may write is not where the zygote might
     os.chdir(go.get("workingDir") or ("/tmp" if os.getpid() == 1 else "/"))  # noqa: S108 - its own
-    sys.path[:0] = [*request["environment"], *request["overlay"]]
+    sys.path[:0] = [*(plan.told(path, reached.level) for path in request["environment"]), *request["overlay"]]
     module, _, function = request["target"].partition(":")
     run = getattr(importlib.import_module(module), function)
     status = run(channel, request["instance"], dict(descriptors))
