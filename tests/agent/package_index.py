@@ -22,9 +22,16 @@ class PackageIndex:
         folder: of the wheels and files.
         login: `(user, password)` that must be given, if any.
         certificate: file with key and certificate, for TLS.
+        host: address to listen on.
     """
 
-    def __init__(self, folder: Path, login: tuple[str, str] | None = None, certificate: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        login: tuple[str, str] | None = None,
+        certificate: Path | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.folder = folder
         self.asked: list[str] = []  # request targets that were answered with 200
         self.refused = 0
@@ -42,14 +49,14 @@ class PackageIndex:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), Handler)
         scheme = "http"
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
             scheme = "https"
-        self.url = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"{scheme}://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> Self:
