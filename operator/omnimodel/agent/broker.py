@@ -295,8 +295,7 @@ class Broker:
         """Bring the ledger to the budget as far as what is held allows, and give frames that are too many back."""
         device = self.memory.ledger.device
         wanted_bytes = max(self._budget_bytes, device.held_bytes())
-        if device.capacity_bytes == wanted_bytes:
-            return
-        device.resize(wanted_bytes)
+        if device.capacity_bytes != wanted_bytes:
+            device.resize(wanted_bytes)
         if device.surplus_frames() and (self._shrinking is None or self._shrinking.done()):
             self._shrinking = asyncio.create_task(self.memory.frames.make_room(self._worth_of_image), name="shrink")
