@@ -40,6 +40,9 @@ async def eventually(condition: Callable[[], Any], what: str, seconds: float = 2
         await asyncio.sleep(0.05)
 
 
+POD = "default-0"
+
+
 class Catalogue:
     """What a person and the operator have put into a namespace."""
 
@@ -160,3 +163,29 @@ class Line:
                 writer.write(data)
                 await writer.drain()
         writer.close()
+
+
+async def serving(catalogue: Catalogue, start, *models: str):
+    """A pod that has these models, and whose entries are written."""
+    for name in models:
+        await catalogue.assign(await catalogue.model(name), POD)
+    pod = await start()
+    for name in models:
+        await eventually(lambda name=name: catalogue.entry(name), f"the entry of {name}")
+    await eventually(lambda: pool_entry(catalogue), "the entry of the pool")
+    return pod
+
+
+async def pool_entry(catalogue: Catalogue) -> dict:
+    item = await catalogue.kube.get(POOLS, "default", catalogue.namespace)
+    return next((entry for entry in (item.get("status") or {}).get("pods") or () if entry["pod"] == POD), {})
+
+
+async def quiet(pod, seconds: float = 1.0) -> int:
+    """Wait until nothing is written for a while; the writes there were."""
+    count = pod.writes
+    while True:
+        await asyncio.sleep(seconds)
+        if pod.writes == count:
+            return count
+        count = pod.writes
