@@ -93,7 +93,28 @@ def changed(cluster: Connection, name: str, labels: Mapping[str, str], changes: 
         {**made, "kind": "MutatingAdmissionPolicyBinding", "spec": binding},
     )
     try:
+        wait_until_changed(cluster, labels)
         yield
     finally:
         kinds = "mutatingadmissionpolicybindings,mutatingadmissionpolicies"
         cluster.kubectl("delete", kinds, name, "--ignore-not-found")
+
+
+def wait_until_changed(cluster: Connection, labels: Mapping[str, str]) -> None:
+    """Until pods with these labels come to be other than those without, which a policy takes a moment for."""
+
+    def made(labels: Mapping[str, str]) -> Any:
+        container = {"name": "agent", "image": "localhost/agent:dev", "env": [{"name": "A", "value": "1"}]}
+        metadata = {"name": "tried", "namespace": "default", "labels": labels}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
+        said = cluster.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(pod))
+        spec = json.loads(said)["spec"]
+        for volume in spec.get("volumes", []):
+            volume.pop("name")  # of the token, with a random end
+        for one in spec["containers"]:
+            one.pop("volumeMounts", None)
+        return spec
+
+    for _ in cluster.until(30):
+        if made(labels) != made({}):
+            return
