@@ -14,7 +14,6 @@ from omnimodel.controllers.agent_kubernetes_admin import PodAdmin
 from omnimodel.controllers.agent_kubernetes_status import Pace
 from omnimodel.kube import EVENTS, LEASES, MODELS, PROCESSES, Kube
 
-
 # -- the API server is away --
 
 
