@@ -39,7 +39,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "omnimodel"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMPARED = ("tier", "deviceBytes", "weightsBytes", "workingBytes", "wakes", "evictions")
+COMPARED = ("tier", "deviceBytes", "weightsBytes", "workingBytes")  # counters are written with the next change of these
 
 
 def blocks(path: str, part: str = "") -> list[str]:
