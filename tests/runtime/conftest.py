@@ -1,4 +1,15 @@
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint of one linear layer."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file({"weight": np.ones((2, 3), np.float32), "bias": np.float32([1, 2])}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture

@@ -3,23 +3,13 @@
 import asyncio
 import os
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from omnimodel.protocol.process import Evict, Ping, Start, Stop, Wake
 from runtime.children import CommandFailed, handler, spec, until
-from runtime.test_handlers import GOOD, ask, methods
+from runtime.handler_texts import GOOD, ask, methods
 
 PATH = "/v2/models/tiny/infer"
-
-
-@pytest.fixture
-def source(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    save_file({"weight": np.ones((2, 3), np.float32), "bias": np.float32([1, 2])}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture
