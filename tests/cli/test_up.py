@@ -5,6 +5,7 @@ The model is a linear layer, but everything around it is the real thing: zygote,
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import statistics
@@ -300,6 +301,27 @@ def test_a_second_signal_hurries_and_none_is_worse_than_ctrl_c(restarted: Restar
     asking.join(DEADLINE_SECONDS)
     assert statuses[0] in {502, 503, 504}, "who was cut off is told so"
     assert leftovers(up.state_dir, [*restarted.killed, *processes]) == []
+
+
+class ReadOnce(Up):
+    """One whose output nobody reads after the first line of each."""
+
+    @staticmethod
+    def _read(stream: Any, lines: list[str]) -> None:
+        fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, 4096)
+        lines.append(stream.readline())
+
+
+def test_who_reads_no_more_than_the_first_line_stops_nothing(place: Path) -> None:
+    running = ReadOnce(place / "catalog", place / "state", "--drain", "0")
+    assert running.ready()["ready"]
+    for _ in range(50):  # three events each, more than the pipe and its reader's buffer hold
+        assert value(running, "one") == 6.0
+        running.client.evict("default", "one", DEADLINE_SECONDS)
+    assert len(list(running.client.events(follow=False))) > 100
+    processes = running.descendants()
+    assert running.stop() == 0
+    assert leftovers(running.state_dir, processes) == []
 
 
 def test_three_ctrl_c_end_it_at_once_even_while_it_starts(place: Path) -> None:

@@ -200,6 +200,9 @@ class Broker:
         for_whom = step.wake or step.target or ""
         leaving = [self.moves.let_go(self.instances[name], freeze=False, for_whom=for_whom) for name in step.evict]
         leaving += [self.moves.let_go(self.instances[name], freeze=True, for_whom=for_whom) for name in step.freeze]
+        if (asker := self.instances.get(for_whom)) is not None and not asker.verified:
+            for name in step.evict:  # for no request of a client: what was wished for comes back
+                self.instances[name].wish_again()
         if step.wake:
             self._forget_drain(step.wake)
             self.moves.wake(self.instances[step.wake], leaving)

@@ -118,14 +118,11 @@ class Instance:
         self.woken_seconds = -math.inf
         self.evicted_seconds = -math.inf
         self.idle_seconds = time.monotonic()
-        self.last_wake_seconds = 0.0
-        self.last_evict_seconds = 0.0
+        self.last_wake_seconds = self.last_evict_seconds = 0.0
         self.last_start_seconds = 0.0
         self.last_request_seconds = 0.0
-        self.wakes = 0
-        self.evictions = 0
+        self.wakes = self.evictions = self.restarts = 0
         self.causes: Counter[str] = Counter()  # of its wakes and evictions
-        self.restarts = 0
 
         self._spawn = spawn
         self._changed = changed
@@ -139,10 +136,15 @@ class Instance:
         self.spec = spec
         self.limits = Limits.of(spec)
         preloaded, self.residency = self.residency.preload, Residency.of(spec)
-        if self.residency.preload and not preloaded and self.verified and not self.resident:
-            self.wanted_since_seconds = time.monotonic()
+        if not preloaded and self.verified:
+            self.wish_again()
         self.line.concurrency, self.line.limit = self.limits.concurrency, self.limits.queue
         self._changed()
+
+    def wish_again(self) -> None:
+        """Want a preloaded model resident without a request, unless it stays so anyway."""
+        if self.residency.preload and (self.leaving or not self.resident):
+            self.wanted_since_seconds = time.monotonic()
 
     # What it is
 

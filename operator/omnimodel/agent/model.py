@@ -289,8 +289,7 @@ class Model:
             await self._broker.orders.stop(instance, "its size is known now")
         instance.verified = True
         instance.failures.recovered()
-        if instance.residency.preload:
-            instance.wanted_since_seconds = None if instance.resident else time.monotonic()
+        instance.wish_again()
         instance.door.admit()
         self._broker.kick()
 

@@ -21,6 +21,7 @@ from omnimodel.errors import OmniError
 
 if TYPE_CHECKING:
     from omnimodel.agent.agent import Agent
+    from omnimodel.cli.aside import Lines
     from omnimodel.controllers.local_state import StateLock
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     from aiohttp import web
 
     from omnimodel.agent.agent import Agent
+    from omnimodel.cli.aside import Lines
     from omnimodel.cli.display import Display
     from omnimodel.controllers.local import LocalController
     from omnimodel.controllers.local_backend import LocalBackend
@@ -145,6 +147,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
     agent = Agent(options.state_dir)
     runner: web.AppRunner | None = None
     work: set[asyncio.Task[object]] = set()
+    errors = Lines(sys.stderr.fileno())
     stopping = asyncio.create_task(stops.next())
     try:
         await agent.start()
@@ -165,7 +168,7 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
         address = _address(listener)
         lock.publish_address(address)
         log.info("listening address=%s folder=%s", address, options.folder)
-        display = Display(controller, address, form=options.form)
+        display = Display(controller, address, form=options.form, out=Lines(sys.stdout.fileno()), errors=errors)
         work = {asyncio.create_task(controller.run()), asyncio.create_task(display.run())}
         done, _ = await asyncio.wait({stopping, *work}, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
@@ -177,13 +180,13 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
         stopping.cancel()
         if runner is not None:
             runner.app[GATEWAY].leaving.set()  # whoever looks at /readyz sends nobody new
-        await shut_down(agent, stops, options.drain_seconds)
+        await shut_down(agent, stops, options.drain_seconds, errors)
         if runner is not None:
             await runner.cleanup()
 
 
-async def shut_down(agent: Agent, stops: Stops, drain_seconds: float) -> None:
-    """Stop the agent in stages; each further request to stop begins the next one.
+async def shut_down(agent: Agent, stops: Stops, drain_seconds: float, lines: Lines) -> None:
+    """Stop the agent in stages, telling about it; each further request to stop begins the next one.
 
     Raises:
         OmniError: processes outlived even that they were killed.
@@ -194,10 +197,10 @@ async def shut_down(agent: Agent, stops: Stops, drain_seconds: float) -> None:
         (min(drain_seconds, FASTER_SECONDS), "hurrying (Ctrl-C again to kill)"),
         (0.0, "killing"),
     ):
-        print(text, file=sys.stderr, flush=True)
+        lines.put(text)
         work.add(asyncio.create_task(agent.stop(seconds)))
         hurry = asyncio.create_task(stops.next())
-        telling = asyncio.create_task(_tell_progress(agent))
+        telling = asyncio.create_task(_tell_progress(agent, lines))
         limit_seconds = seconds + KILLED_SECONDS
         done, _ = await asyncio.wait({*work, hurry}, return_when=asyncio.FIRST_COMPLETED, timeout=limit_seconds)
         hurry.cancel()
@@ -205,14 +208,15 @@ async def shut_down(agent: Agent, stops: Stops, drain_seconds: float) -> None:
         ended = done & work
         if ended:
             await asyncio.gather(*work)
-            print("stopped", file=sys.stderr, flush=True)
+            lines.put("stopped")
+            await lines.finish()
             return
     raise OmniError(
         "agent", "processes of models did not end when they were killed", "the next start cleans up what is left"
     )
 
 
-async def _tell_progress(agent: Agent) -> None:
+async def _tell_progress(agent: Agent, lines: Lines) -> None:
     """Say which requests are waited for, when their number changes."""
     told = 0
     while True:
@@ -220,7 +224,7 @@ async def _tell_progress(agent: Agent) -> None:
         if busy and sum(busy.values()) != told:
             told = sum(busy.values())
             requests = "request" if told == 1 else "requests"
-            print(f"waiting for {told} {requests}: {', '.join(busy)}", file=sys.stderr, flush=True)
+            lines.put(f"waiting for {told} {requests}: {', '.join(busy)}")
         await asyncio.sleep(0.5)
 
 
