@@ -132,7 +132,7 @@ async def test_deleted_and_created_again_at_once_is_served_by_the_new_spec(world
         ),
         pytest.param(
             HANDLER.replace('return {"sum": float(self.module.weight.sum(dtype=torch.float64))}', "return object()"),
-            "",
+            "predict returned object",
             id="returns-the-wrong-type",
         ),
     ],

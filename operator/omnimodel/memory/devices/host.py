@@ -46,6 +46,7 @@ class HostStaged:
     path: str
     address: int
     image_bytes: int
+    owned: bool = False  # by this user, whom the kernel tells which of its pages are in memory
     copies: int = 0
     unstaged: bool = False
 
@@ -198,7 +199,8 @@ class HostDevice:
         except OSError as error:
             raise ImageError(path, f"cannot be opened: {error.strerror}") from error
         try:
-            size_bytes = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            size_bytes = status.st_size
             if size_bytes != image_bytes:
                 raise ImageError(path, f"has {size_bytes} bytes, its index says {image_bytes}")
             if image_bytes == 0:
@@ -215,7 +217,7 @@ class HostDevice:
         except ImageError:
             pages.release(address, image_bytes)
             raise
-        return HostStaged(path, address, image_bytes)
+        return HostStaged(path, address, image_bytes, status.st_uid == os.geteuid())
 
     def unstage(self, staged: HostStaged) -> None:
         """Unmap an image file, at the end of copies under way; the kernel may drop its pages from then on."""
@@ -255,6 +257,7 @@ class HostDevice:
                         tail_bytes=begin + self.frame_bytes - end if last else 0,
                         end=offset + size_bytes,
                         skipped=held[number],
+                        owned=staged.owned,
                     )
                 )
         with self._lock:
@@ -285,7 +288,10 @@ class HostDevice:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A piece of a copy; `tail_bytes` behind it are zeroed: they held another model's bytes."""
+    """A piece of a copy; `tail_bytes` behind it are zeroed: they held another model's bytes.
+
+    `owned` is as in `HostStaged`.
+    """
 
     target: int
     source: int
@@ -293,13 +299,15 @@ class _Chunk:
     tail_bytes: int
     end: int
     skipped: bool
+    owned: bool
 
 
 def _work(copy: HostCopy, numbers: Iterator[int], chunks: Sequence[_Chunk]) -> None:
     for number in numbers:
         chunk = chunks[number]
         try:
-            _read_in(copy.path, chunk.source, chunk.size_bytes)
+            if not (chunk.owned and pages.in_memory(chunk.source, chunk.size_bytes)):
+                _read_in(copy.path, chunk.source, chunk.size_bytes)
             pages.copy(chunk.target, chunk.source, chunk.size_bytes)
             if chunk.tail_bytes:
                 pages.zero(chunk.target + chunk.size_bytes, chunk.tail_bytes)
@@ -310,9 +318,6 @@ def _work(copy: HostCopy, numbers: Iterator[int], chunks: Sequence[_Chunk]) -> N
 
 
 def _read_in(path: str, address: int, size_bytes: int) -> None:
-    """Read a mapped file in: a file cut short or a bad disk is an error here, and SIGBUS for the agent without it.
-
-    Costs 1 ms per GiB when the pages are there.
-    """
+    """Read a mapped file in: a file cut short or a bad disk is an error here, and SIGBUS for the agent without it."""
     if pages.populate(address, size_bytes) in {errno.EFAULT, _EHWPOISON}:
         raise ImageError(path, "cannot be read from the disk", "publish the model again")
