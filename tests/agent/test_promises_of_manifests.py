@@ -27,7 +27,8 @@ async def test_an_answer_longer_than_the_model_may_give_is_refused(world):
 
 
 async def test_a_preloaded_model_is_resident_before_anybody_asks(world):
-    manifests = [world.manifest(f"m{seed}", seed=seed) for seed in (1, 2)]
+    unknown = HANDLER + "\n# not measured before\n"
+    manifests = [world.manifest(f"m{seed}", seed=seed, handler=unknown) for seed in (1, 2)]
     for manifest in manifests:
         del manifest["spec"]["resources"]  # its process is made anew once its size is known
     manifests[0]["spec"]["residency"] = {"preload": True}
