@@ -9,8 +9,10 @@ import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
+
+from plain_http import handler
 
 
 class PackageIndex:
@@ -36,20 +38,7 @@ class PackageIndex:
         self.asked: list[str] = []  # request targets that were answered with 200
         self.refused = 0
         self._wanted = "Basic " + base64.b64encode(":".join(login).encode()).decode() if login else ""
-        index = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                index._answer(self)
-
-            do_HEAD = do_GET  # noqa: N815 the interface
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), handler(self._answer))
         scheme = "http"
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

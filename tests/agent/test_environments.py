@@ -94,7 +94,7 @@ async def test_what_cannot_be_resolved_is_said_in_uvs_own_words(environments, re
     assert [path.suffix for path in environments.root.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("requirement", ["--index-url=elsewhere", "-r /etc/passwd", "a\n--pre", "# nothing", " -e ."])
+@pytest.mark.parametrize("requirement", ["--no-binary=:all:", "-r /etc/passwd", "a\n--pre", "# nothing", " -e ."])
 async def test_options_are_no_requirements(environments, requirement):
     with pytest.raises(OmniError, match="no requirement") as caught:
         await environments.build(SUBJECT, [requirement])

@@ -72,19 +72,19 @@ class World(Commands):
 async def world(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("commands")
     folder.chmod(0o755)
-    own_cluster.kubectl("create", "namespace", "work")
+    own_cluster.kubectl("create", "namespace", "team")
     async with (
         await Kube.connect(str(own_cluster.kubeconfig)) as kube,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
     ):
-        world = World(folder, own_cluster.kubeconfig, "work", session)
-        world.catalogue = Catalogue(kube, "work")
+        world = World(folder, own_cluster.kubeconfig, "team", session)
+        world.catalogue = Catalogue(kube, "team")
         world.weights = folder / "weights.safetensors"
         write_weights(world.weights)
         await world.catalogue.pool(device={"type": "cpu", "memory": "256Mi"})
         account = own_cluster.kubectl
         await eventually(
-            lambda: "default" in account("get", "serviceaccounts", "-n", "work", "-o", "name"), "the account"
+            lambda: "default" in account("get", "serviceaccounts", "-n", "team", "-o", "name"), "the account"
         )
         for index in range(2):
             world.add_agent()
@@ -121,7 +121,7 @@ async def test_the_status_says_what_the_ledgers_say_byte_for_byte(world: World) 
         for index, pod in enumerate(PODS_OF_BOTH):
             report = await world.get(f"{world.agents[index].url}/omni/v1/report")
             for name in ("one", "two"):
-                entry, told = await world.catalogue.entry(name, pod), report["models"][f"work/{name}"]
+                entry, told = await world.catalogue.entry(name, pod), report["models"][f"team/{name}"]
                 same = (entry["tier"], entry["deviceBytes"], entry["pid"]) == (
                     told["tier"], told["device_bytes"], told["process"]["pid"] if told["process"] else 0,
                 )  # fmt: skip
@@ -141,7 +141,7 @@ async def test_objects_of_the_gateway_are_those_of_the_cluster_with_the_newest_w
 
 
 async def test_wake_and_evict_reach_the_agents(world: World) -> None:
-    url = f"{world.gateway.url}/omni/v1/models/work/one"
+    url = f"{world.gateway.url}/omni/v1/models/team/one"
     async with world.session.post(f"{url}/evict") as response:
         assert response.status == 200, await response.text()
     for pod in PODS_OF_BOTH:
@@ -164,7 +164,7 @@ async def test_an_api_server_that_dies_under_load_costs_no_request(world: World,
     api_server(own_cluster).kill()
     await load.more(100, "without an API server")
     for model in ("one", "two"):  # and swaps go on
-        async with world.session.post(f"{world.gateway.url}/omni/v1/models/work/{model}/evict") as response:
+        async with world.session.post(f"{world.gateway.url}/omni/v1/models/team/{model}/evict") as response:
             assert response.status == 200, await response.text()
     await load.more(50, "after swaps without an API server")
     restart_api_server(own_cluster)
@@ -222,7 +222,7 @@ async def test_a_model_that_is_deleted_is_gone_and_its_bytes_are_free(world: Wor
     await world.catalogue.delete("slow")
     await eventually(lambda: _status(world, "slow", 404), "the gateway to forget it")
     for agent in world.agents:
-        await eventually(lambda agent=agent: _forgotten(world, agent.url, "work/slow"), "the agent to unload it", 60)
+        await eventually(lambda agent=agent: _forgotten(world, agent.url, "team/slow"), "the agent to unload it", 60)
     assert await world.answers("one")
 
 

@@ -11,7 +11,7 @@ from omnimodel.controllers.agent_kubernetes_status import Pace, PodIdentity, Sta
 from omnimodel.kube import LEASES, MODELS, POOLS, Kind, KubeError
 from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport
 
-POD = PodIdentity("default-0", "work", "default", "work", "uid-1")
+POD = PodIdentity("default-0", "team", "default", "team", "uid-1")
 POOL = PoolReport("default", "n", "cpu", 100, 0, 0, 0, 100, 100, 0, 0, 0, "process", (), ready=True)
 NAMES = "abcdefgh"
 
@@ -37,7 +37,7 @@ class Recorded:
 
 
 def swapping(number: int) -> AgentReport:
-    models = tuple(ModelReport("work", name, 1, "resident", "idle", ready=True, device_bytes=number) for name in NAMES)
+    models = tuple(ModelReport("team", name, 1, "resident", "idle", ready=True, device_bytes=number) for name in NAMES)
     return AgentReport(models=models, pool=replace(POOL, resident_bytes=number))
 
 
@@ -46,7 +46,7 @@ async def test_models_that_swap_all_the_time_are_told_in_turn_and_the_pool_besid
     kube = Recorded()
     pace = Pace(1, 1.0, lambda: now[0])
     writer = StatusWriter(kube, POD, pace=pace, clock=lambda: now[0])  # type: ignore[arg-type]
-    assigned = {f"work/{name}": "uid" for name in NAMES}
+    assigned = {f"team/{name}": "uid" for name in NAMES}
     for second in range(40):
         now[0] = float(second)
         writer.tell(swapping(second), assigned)
@@ -61,7 +61,7 @@ async def test_nothing_is_said_before_the_heartbeat_has_arrived() -> None:
     kube = Recorded()
     kube.away = True
     writer = StatusWriter(kube, POD)  # type: ignore[arg-type]
-    writer.tell(swapping(0), {f"work/{name}": "uid" for name in NAMES})
+    writer.tell(swapping(0), {f"team/{name}": "uid" for name in NAMES})
     heard, missed = asyncio.Event(), []
     now = [0.0]
     beating = asyncio.create_task(

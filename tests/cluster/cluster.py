@@ -212,7 +212,8 @@ class Cluster(Connection):
             self._write(f"etc/{name}", self._filled((HERE / "etc" / name).read_text()))
         self._write("machine.json", json.dumps(self._specification()))
         self._start("containerd")
-        socket = Path(f"/proc/{self.processes['init'].pid}/root/run/containerd/containerd.sock")
+        inside = Path("/proc", str(self.processes["init"].pid), "root")
+        socket = inside / "run/containerd/containerd.sock"
         self._wait("containerd", "its socket", 30, socket.exists)
         for name in ("pause", "coredns"):
             root = self.folder / "images" / name

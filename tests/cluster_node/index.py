@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from example_models import cache
+from plain_http import handler
 
 _LINK = re.compile(r'href="([^"#]+)')
 ATTEMPTS, SECONDS = 3, 120
@@ -32,8 +33,11 @@ ATTEMPTS, SECONDS = 3, 120
 
 def configured() -> str:
     """Address of the index that pip of this machine uses, with a slash at its end."""
-    asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    found = os.environ.get("PIP_INDEX_URL") or subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    asked = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    settings = dict(line.split("=", 1) for line in listed if "=" in line)  # the environment's are `:env:.NAME`
+    named = {name: value.strip("'") for name, value in settings.items() if name.rpartition(".")[2].startswith("index")}
+    found = named.get(min(named, default=""), "")
     if not found.strip():
         from pip._internal.models.index import PyPI
 
@@ -54,20 +58,7 @@ class PackageIndex:
         self._upstream = configured()
         self._folder = cache() / "index"
         self._locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-        index = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                index._answer(self)
-
-            do_HEAD = do_GET  # noqa: N815 the interface
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), handler(self._answer))
         self.url = f"http://{host}:{self._server.server_port}/simple"
 
     @property
