@@ -19,6 +19,7 @@ from cli.conftest import environment
 
 START_SECONDS = 240.0  # a zygote imports torch
 ANSWER = [6.0, 22.0]
+TOKEN_SECRET = "omnimodel-agents"
 
 
 def free_port() -> int:
@@ -73,6 +74,7 @@ class Commands:
         self.namespace = namespace
         self.session = session
         self.port = free_port()
+        self.token_file = folder / "token"
         self.agents: list[Command] = []
         self.gateway: Command | None = None
 
@@ -86,6 +88,7 @@ class Commands:
             self.folder / f"{name}.log", f"http://{host}:{self.port}",
             "agent", "--listen", f"{host}:{self.port}", "--pod", name, "--pod-namespace", self.namespace,
             "--pool", "default", "--kubeconfig", str(self.kubeconfig), "--drain", "20",
+            "--token-file", str(self.token_file),
             state_dir=state_dir,
         )  # fmt: skip
         self.agents.append(agent)
@@ -96,7 +99,7 @@ class Commands:
         self.gateway = Command(
             self.folder / "gateway.log", f"http://127.0.0.1:{port}",
             "gateway", "--listen", f"127.0.0.1:{port}", "--agent-port", str(self.port),
-            "--kubeconfig", str(self.kubeconfig), "--linger", "0", *more,
+            "--kubeconfig", str(self.kubeconfig), "--linger", "0", "--agent-token-secret", TOKEN_SECRET, *more,
         )  # fmt: skip
         return self.gateway
 

@@ -6,6 +6,7 @@ Pods are objects that the test makes: the agents run on this machine, at address
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,14 +16,17 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from agent_kubernetes.commands import START_SECONDS, Commands, Load, api_server, restart_api_server
+from agent_kubernetes.commands import START_SECONDS, TOKEN_SECRET, Commands, Load, api_server, restart_api_server
 from agent_kubernetes.world import Catalogue, eventually
 from cli.linear import MANIFEST, write_weights
 from cluster.cluster import Cluster
 from cluster.fixtures import GIVEN, install_crds, missing
+from cluster_node.models import code, prober, said
+from omnimodel.gateway.tokens import bearer
 from omnimodel.kube import MODELS, PODS, Kube
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+TOKEN = "t" * 64
 PODS_OF_BOTH = ("default-0", "default-1")
 
 
@@ -63,6 +67,11 @@ class World(Commands):
         status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}]}
         await self.catalogue.kube.patch_status(PODS, name, self.namespace, status, manager="test-kubelet")
 
+    async def change_token(self, token: str) -> None:
+        await self.catalogue.secret(TOKEN_SECRET, token=token)
+        self.token_file.write_text(token)
+        self.token_file.chmod(0o440)  # as in a pod
+
     async def ready_on(self, name: str, *pods: str) -> bool:
         entries = await self.catalogue.entries(name)
         return all(entries.get(pod, {}).get("ready") for pod in pods)
@@ -75,12 +84,13 @@ async def world(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) 
     own_cluster.kubectl("create", "namespace", "team")
     async with (
         await Kube.connect(str(own_cluster.kubeconfig)) as kube,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), headers=bearer(TOKEN)) as session,
     ):
         world = World(folder, own_cluster.kubeconfig, "team", session)
         world.catalogue = Catalogue(kube, "team")
         world.weights = folder / "weights.safetensors"
         write_weights(world.weights)
+        await world.change_token(TOKEN)
         await world.catalogue.pool(device={"type": "cpu", "memory": "256Mi"})
         account = own_cluster.kubectl
         await eventually(
@@ -152,6 +162,71 @@ async def test_wake_and_evict_reach_the_agents(world: World) -> None:
         assert answer["pod"] in PODS_OF_BOTH
     async with world.session.get(f"{url}/logs") as response:
         assert response.status == 200
+
+
+STEERING = """
+import urllib.error, urllib.request
+def tried(what):
+    try:
+        return what()
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError as error:
+        return error.strerror
+def ask(path, method="GET"):
+    with urllib.request.urlopen(urllib.request.Request(AGENT + path, method=method), timeout=30) as answer:
+        return answer.status
+def listed(folder):
+    import os
+    return sorted(os.listdir(folder))
+answer = {
+    "evict": tried(lambda: ask("/omni/v1/models/team/one/evict", "POST")),
+    "logs": tried(lambda: ask("/omni/v1/models/team/one/logs")),
+    "objects": tried(lambda: ask("/apis/omnimodel.io/v1alpha1/omnimodels")),
+    "request": tried(lambda: ask("/omni/v1/ingress/team/one/v2/models/one")),
+    "alive": tried(lambda: ask("/healthz")),
+    "token": tried(lambda: open(TOKEN_FILE).read()),
+}
+"""
+
+
+async def test_a_model_with_the_network_steers_nobody(world: World) -> None:
+    """It shares the network of its pod, where no policy stands between it and the agent."""
+    manifest = prober("spy", runtime={"allowNetwork": True})
+    manifest["metadata"]["namespace"] = world.namespace
+    manifest["spec"] |= {"source": {"path": str(world.weights)}, "residency": {"preload": True}}
+    await world.catalogue.assign(await world.catalogue.kube.create(MODELS, manifest), PODS_OF_BOTH[0])
+    await eventually(lambda: world.ready_on("spy", PODS_OF_BOTH[0]), "the spy", START_SECONDS)
+    agent = world.agents[0]
+    await eventually(lambda: _status(world, "spy", 400), "the gateway to know of it", 60)
+    text = f"AGENT, TOKEN_FILE = {agent.url!r}, {str(world.token_file)!r}\n{STEERING}"
+    question = world.session.post(f"{world.gateway.url}/v2/models/team/spy/infer", data=json.dumps(code(text)))
+    async with question as response:
+        seen = said((await response.json())["outputs"][0]["data"])
+    assert isinstance(seen, dict), seen
+    assert seen.pop("alive") == 200, "it does reach the port"
+    assert seen.pop("token") in {"No such file or directory", "Permission denied"}
+    assert seen == dict.fromkeys(("evict", "logs", "objects", "request"), 401)
+    await world.catalogue.delete("spy")
+    await eventually(lambda: _forgotten(world, agent.url, "team/spy"), "the agent to unload it", 60)
+
+
+async def test_a_token_that_is_changed_costs_no_request(world: World) -> None:
+    load = Load(world, "one", "two")
+    await load.more(20, "before")
+    await world.change_token("n" * 64)
+    url = f"{world.agents[0].url}/omni/v1/report"
+
+    async def known() -> bool:
+        async with world.session.get(url, headers=bearer("n" * 64)) as response:
+            return response.status == 200
+
+    await eventually(known, "the agent to know it")
+    await load.more(40, "after")
+    await world.change_token(TOKEN)
+    await load.more(20, "after the first came back")
+    await load.end()
+    assert load.failures == []
 
 
 async def _tier(world: World, name: str, pod: str, *tiers: str) -> bool:
@@ -250,7 +325,9 @@ async def test_a_gateway_that_is_told_to_stop_finishes_what_it_has(world: World)
 async def test_a_gateway_for_agents_that_were_named(world: World) -> None:
     """Without Kubernetes: `omni gateway --agents`."""
     await world.gateway.stop()
-    gateway = world.add_gateway("--agents", ",".join(agent.url for agent in world.agents))
+    gateway = world.add_gateway(
+        "--agents", ",".join(agent.url for agent in world.agents), "--agent-token-file", str(world.token_file)
+    )
     await eventually(lambda: world.answers("one"), "its answer", 60)
     models = await world.get(f"{gateway.url}/apis/omnimodel.io/v1alpha1/omnimodels")
     assert {item["metadata"]["name"] for item in models["items"]} >= {"one", "two"}

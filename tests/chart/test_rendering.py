@@ -99,6 +99,21 @@ def test_only_those_who_are_named_reach_what_steers(api_cluster: Connection) -> 
     assert others == peers
 
 
+def test_gateways_and_operators_mean_the_same_secret(api_cluster: Connection) -> None:
+    """It is without a token: the operator writes one, and an upgrade of the chart leaves it."""
+    documents = objects(template(api_cluster, {"agent": {"namespaces": ["team-a", "team-b"]}}))
+    envs = {}
+    for who in ("operator", "gateway"):
+        (deployment,) = called(documents, "Deployment", who)
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        envs[who] = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    name = f"{envs['operator']['OMNI_RELEASE']}-agents"
+    secrets = list(called(documents, "Secret"))
+    assert {one["metadata"]["name"] for one in secrets} == {name, envs["gateway"]["OMNI_AGENT_TOKEN_SECRET"]}
+    assert [one["metadata"]["namespace"] for one in secrets] == envs["gateway"]["OMNI_AGENT_NAMESPACES"].split(",")
+    assert not any("data" in one or "stringData" in one for one in secrets)
+
+
 def test_kubectl_omni_finds_the_service_of_the_admin_port(api_cluster: Connection) -> None:
     wanted = dict(label.split("=") for label in SELECTOR.split(","))
     (service,) = selected(objects(template(api_cluster)), wanted)

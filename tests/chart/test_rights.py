@@ -75,6 +75,18 @@ def test_secrets_are_read_by_name_and_never_listed(server: Server, release: str)
     assert not may(server, f"{release}:omni-omnimodel-gateway", "get", "secrets")
 
 
+def test_the_token_of_agents_is_seen_by_gateways_and_made_by_operators(server: Server, release: str) -> None:
+    token, verbs = "omni-omnimodel-agents", ("get", "list", "watch", *WRITING)
+    operator, gateway = (f"{release}:omni-omnimodel-{who}" for who in ("operator", "gateway"))
+    for namespace in ("team-a", "team-b"):
+        assert [verb for verb in verbs if may(server, gateway, verb, "secrets", namespace, token)] == ["list", "watch"]
+        assert [verb for verb in verbs if may(server, operator, verb, "secrets", namespace, token)] == ["get", "patch"]
+        assert not may(server, gateway, "list", "secrets", namespace)
+        assert not may(server, operator, "patch", "secrets", namespace, "of-someone-else")
+    for user in (operator, gateway):
+        assert not any(may(server, user, verb, "secrets", "team-c", token) for verb in verbs)
+
+
 def test_the_gateway_only_looks(server: Server, release: str) -> None:
     user = f"{release}:omni-omnimodel-gateway"
     assert may(server, user, "watch", "omnimodels")

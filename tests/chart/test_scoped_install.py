@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from omnimodel.controllers.gateway_kubernetes import Discovery
 from omnimodel.controllers.kubernetes import Operator, OperatorSettings
 from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.gateway.routing import RoutingBackend
-from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kube, KubeError
+from omnimodel.kube import MODELS, PODS, POOLS, SECRETS, STATEFUL_SETS, Kube, KubeError
 
 pytestmark = [pytest.mark.cluster_api, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 SYSTEM = "omni-system"
@@ -31,6 +32,7 @@ SECONDS = 120.0
 OURS = ("team-a", "team-b")
 ROLE = "omni-omnimodel.omni-system.omnimodel.io"
 MODEL = {namespace: f"words-{namespace}" for namespace in OURS}
+TOKEN = "omni-omnimodel-agents"
 CUSTOM = "cloud-agent"  # the account of the pool in team-b
 
 # Granted though the life of this test does not come to it, with the reason.
@@ -105,12 +107,15 @@ async def installed(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFacto
             stack.push_async_callback(end)
 
         reader = await as_account("gateway", SYSTEM, "omni-omnimodel-gateway")
-        discovery = Discovery(reader, OURS, port=9)  # nobody is there: whom it would ask is all that counts
+        discovery = Discovery(
+            reader, OURS, port=9, token_secret=TOKEN
+        )  # nobody is there: whom it would ask is all that counts
         backend = RoutingBackend(known=discovery.known)
         stack.push_async_callback(backend.close)
         await running(discovery.run(backend))
         settings = OperatorSettings(
-            "one", SYSTEM, "omni-omnimodel", OURS, port=0, agents=AgentSettings(image="localhost/agent:dev", service_account="omni-agent"),
+            "one", SYSTEM, "omni-omnimodel", OURS, port=0,
+            agents=AgentSettings(image="localhost/agent:dev", service_account="omni-agent", token_secret=TOKEN),
             lease_seconds=60.0, renew_seconds=40.0, retry_seconds=1.0,
         )  # fmt: skip
         operator = Operator(
@@ -167,6 +172,15 @@ async def test_the_gateway_finds_models_and_agents(installed: Installed) -> None
     await until(lambda: all(card and card.granted for card in installed.discovery.known().values()), "their names")
 
 
+async def test_the_gateway_has_the_token_of_the_agents_of_each_namespace(installed: Installed) -> None:
+    kube = installed.kube
+    tokens = {name: base64.b64decode((await kube.get(SECRETS, TOKEN, name))["data"]["token"]).decode() for name in OURS}
+    assert len(set(tokens.values())) == len(OURS)
+    there = {seat.address.namespace: seat for seat in installed.backend.seats.values()}
+    await until(lambda: all(seat.agent.tokens == (tokens[name],) for name, seat in there.items()), "its tokens")
+    assert there
+
+
 async def test_a_life_with_edits_ends_without_anything_left(installed: Installed) -> None:
     kube = installed.kube
     before = (await installed.status("team-a"))["metadata"]["generation"]
@@ -195,10 +209,11 @@ async def test_a_life_with_edits_ends_without_anything_left(installed: Installed
                 f"clusterrole/{ROLE}:operator",
                 f"clusterrole/{ROLE}:references",
                 f"role/omni-omnimodel-operator/{SYSTEM}",
+                f"role/{TOKEN}-operator/team-a",
             ),
         ),
         ("agent", (f"clusterrole/{ROLE}:agent", f"clusterrole/{ROLE}:heartbeat", f"clusterrole/{ROLE}:references")),
-        ("gateway", (f"clusterrole/{ROLE}:gateway",)),
+        ("gateway", (f"clusterrole/{ROLE}:gateway", f"role/{TOKEN}/team-a")),
     ],
 )
 async def test_no_right_is_missing_and_none_is_idle(

@@ -17,6 +17,7 @@ from omnimodel.gateway.order import Place
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.seats import Address
 from omnimodel.gateway.settings import Settings
+from omnimodel.gateway.tokens import Tokens
 from omnimodel.protocol.ingress import key_of
 from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport
 
@@ -68,6 +69,7 @@ class Pod:
     gateway: Gateway
     listening: Listening
     place: Place
+    tokens: Tokens | None = None
 
     @property
     def address(self) -> Address:
@@ -96,7 +98,9 @@ class Pod:
         """Listen on the same port again."""
         old = self.listening
         await old._runner.cleanup()
-        app = create_app(self.agent, self.system, settings=Settings(drain_seconds=0.2), reporting=self.reporter)
+        app = create_app(
+            self.agent, self.system, settings=Settings(drain_seconds=0.2), reporting=self.reporter, tokens=self.tokens
+        )
         self.listening = replace(old, _runner=(await serve(app, "127.0.0.1", old.port))._runner)
         self.gateway = app[GATEWAY]
 
@@ -108,7 +112,13 @@ class Pod:
 
 
 async def start_pod(
-    folder: Path, name: str, place: Place | None = None, *, process: Process | None = None, agent: Agent | None = None
+    folder: Path,
+    name: str,
+    place: Place | None = None,
+    *,
+    process: Process | None = None,
+    agent: Agent | None = None,
+    tokens: Tokens | None = None,
 ) -> Pod:
     """Start one; it has no models yet."""
     if process is None:
@@ -116,9 +126,9 @@ async def start_pod(
         await process.start()
     agent = agent or Agent(process)
     system, reporter = System(), Reporter(agent, "default")
-    app = create_app(agent, system, settings=Settings(drain_seconds=0.2), reporting=reporter)
+    app = create_app(agent, system, settings=Settings(drain_seconds=0.2), reporting=reporter, tokens=tokens)
     listening = await serve(app, "127.0.0.1", 0)
-    return Pod(name, process, agent, system, reporter, app[GATEWAY], listening, place or Place())
+    return Pod(name, process, agent, system, reporter, app[GATEWAY], listening, place or Place(), tokens)
 
 
 def chat(model: str = "m", **more) -> dict:

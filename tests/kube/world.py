@@ -15,12 +15,14 @@ from typing import Any, Self
 import aiohttp
 
 from omnimodel.controllers.kubernetes import Operator, OperatorSettings
+from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind, Kube, Mirror
 
 log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 60.0
 GIB = 1 << 30
+TOKEN_SECRET = "omnimodel-agents"
 Item = dict[str, Any]
 
 
@@ -191,6 +193,7 @@ class OperatorHere(Probed):
         self._kubeconfig = kubeconfig
         self._settings = OperatorSettings(
             identity=name, namespace=namespace, namespaces=(namespace,), port=0,
+            agents=AgentSettings(token_secret=TOKEN_SECRET),
             lease_seconds=90.0, renew_seconds=75.0, retry_seconds=1.0,  # nobody is to lead in its place
         )  # fmt: skip
 

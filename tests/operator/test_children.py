@@ -8,9 +8,9 @@ from omnimodel.api import OmniPool
 from omnimodel.controllers.kubernetes_children import AgentSettings, build_stateful_set, differences
 
 
-def pod_of(**spec: Any) -> dict[str, Any]:
+def pod_of(settings: AgentSettings | None = None, **spec: Any) -> dict[str, Any]:
     pool = OmniPool.model_validate({"metadata": {"name": "default", "uid": "u"}, "spec": spec})
-    found: dict[str, Any] = build_stateful_set(pool, AgentSettings(), 1).body["spec"]["template"]["spec"]
+    found: dict[str, Any] = build_stateful_set(pool, settings or AgentSettings(), 1).body["spec"]["template"]["spec"]
     return found
 
 
@@ -37,3 +37,14 @@ def test_where_things_come_from_makes_no_other_pods() -> None:
     """The agent reads it from its pool: pods are not replaced for it."""
     plain, named = pod_of(), pod_of(sources={"packageIndex": "https://packages.example.org/simple"})
     assert differences(plain, named) == differences(named, plain) == []
+
+
+def test_the_token_is_a_file_that_the_agent_is_told_of() -> None:
+    pod = pod_of(AgentSettings(token_secret="omnimodel-agents"))
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "token")
+    assert volume["secret"]["secretName"] == "omnimodel-agents"
+    assert "optional" not in volume["secret"], "a pod without it would answer nobody"
+    container = pod["containers"][0]
+    mount = next(mount for mount in container["volumeMounts"] if mount["name"] == "token")
+    (item,) = volume["secret"]["items"]
+    assert {"name": "OMNI_TOKEN_FILE", "value": f"{mount['mountPath']}/{item['path']}"} in container["env"]

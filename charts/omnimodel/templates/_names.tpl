@@ -7,6 +7,11 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* Name of the Secret with the token of the agents of its namespace; the operator makes it of OMNI_RELEASE. */ -}}
+{{- define "omnimodel.tokenSecret" -}}
+{{- printf "%s-agents" (include "omnimodel.name" .) -}}
+{{- end -}}
+
 {{- /* Name of what belongs to the whole cluster: another release has another. */ -}}
 {{- define "omnimodel.clusterName" -}}
 {{- printf "%s.%s.omnimodel.io" (include "omnimodel.name" .) .Release.Namespace -}}

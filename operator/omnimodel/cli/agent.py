@@ -40,6 +40,7 @@ class Options:
     namespaces: tuple[str, ...]
     pod: PodIdentity
     drain_seconds: float
+    token_file: Path | None
 
 
 @click.command()
@@ -58,6 +59,8 @@ class Options:
 @click.option("--drain", "drain_seconds", envvar="OMNI_DRAIN_SECONDS", type=click.FloatRange(min=0), default=60.0,
               show_default=True, help="Seconds that SIGTERM leaves to requests in flight; below the pod's "
               f"terminationGracePeriodSeconds by {END_SECONDS:.0f} at least.")  # fmt: skip
+@click.option("--token-file", envvar="OMNI_TOKEN_FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="A file with the token that gateways must have.  [default: everybody is answered]")  # fmt: skip
 @state_dir_option
 @click.pass_context
 def command(
@@ -71,6 +74,7 @@ def command(
     namespaces: tuple[str, ...],
     kubeconfig: str,
     drain_seconds: float,
+    token_file: Path | None,
     state_dir: Path,
 ) -> None:
     """Serve the models that are assigned to this pod. Ends with SIGTERM, after a drain."""
@@ -78,7 +82,7 @@ def command(
 
     debug = bool(context.obj)
     identity = PodIdentity(pod, pod_namespace, pool, pool_namespace or pod_namespace, pod_uid)
-    options = Options(state_dir.resolve(), *listen, kubeconfig, namespaces, identity, drain_seconds)
+    options = Options(state_dir.resolve(), *listen, kubeconfig, namespaces, identity, drain_seconds, token_file)
 
     def work() -> int:
         log_to_stderr(debug=debug)
@@ -107,6 +111,7 @@ async def serve(options: Options) -> None:
     from omnimodel.gateway.app import serve as listen
     from omnimodel.gateway.gateway import GATEWAY
     from omnimodel.gateway.settings import Settings
+    from omnimodel.gateway.tokens import Tokens
     from omnimodel.kube import Kube
     from omnimodel.protocol.ingress import Told
 
@@ -130,7 +135,10 @@ async def serve(options: Options) -> None:
                 PodAdmin(agent, controller),
                 settings=Settings(drain_seconds=FASTER_SECONDS),
                 reporting=Told(controller.report, controller.wait_changed),
+                tokens=Tokens(options.token_file) if options.token_file else None,
             )
+            if options.token_file is None:
+                log.warning("no_token cure=%r", "whoever reaches this port may steer; name a file with --token-file")
             try:
                 listening = await listen(app, options.host, options.port)
             except BaseException:

@@ -34,9 +34,11 @@ class Client:
     Args:
         address: its URL, such as `http://127.0.0.1:8080`; the scheme may be left out. `http+unix://PATH/…` is a
             UNIX socket, its path quoted.
+        token: of an agent that asks for one.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str = "") -> None:
+        self._token = token
         self.address = (address if "//" in address else f"http://{address}").rstrip("/")
         parts = urlsplit(self.address)
         if parts.scheme not in {"http", "https", "http+unix"} or not parts.hostname:
@@ -176,7 +178,8 @@ class Client:
                 "start one with `omni up DIR`, or name another with --address or OMNI_ADDRESS",
             ) from error
         connection.sock.settimeout(timeout_seconds)
-        connection.request(method, self._prefix + path, body=body, headers=dict(headers or {}))
+        own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        connection.request(method, self._prefix + path, body=body, headers={**own, **(headers or {})})
         return connection.getresponse()
 
     def _broken(self, error: Exception) -> ConnectionFailed:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,6 +39,9 @@ class Options:
     namespaces: tuple[str, ...]
     kubeconfig: str
     agent_port: int
+    agent_token_secret: str
+    agent_namespaces: tuple[str, ...]
+    agent_token_file: Path | None
     region: str
     zone: str
     drain_seconds: float
@@ -62,6 +66,12 @@ def words(_: click.Context, __: click.Parameter, value: Sequence[str]) -> tuple[
 @click.option("--kubeconfig", default="", metavar="FILE", help="How to reach the cluster.  [default: as kubectl]")
 @click.option("--agent-port", envvar="OMNI_AGENT_PORT", type=click.IntRange(1, 65535), default=8710, show_default=True,
               help="Where agents answer in their pods.")  # fmt: skip
+@click.option("--agent-token-secret", envvar="OMNI_AGENT_TOKEN_SECRET", default="", metavar="NAME",
+              help="The Secret that has the token of the agents of its namespace.")  # fmt: skip
+@click.option("--agent-namespace", "agent_namespaces", multiple=True, envvar="OMNI_AGENT_NAMESPACES", callback=words,
+              metavar="NAME,…", help="Namespaces with such a Secret.  [default: those that are looked at]")  # fmt: skip
+@click.option("--agent-token-file", envvar="OMNI_AGENT_TOKEN_FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="The token of the agents that are named with --agents.")  # fmt: skip
 @click.option("--region", envvar="OMNI_REGION", default="", help="Where this gateway is.")
 @click.option("--zone", envvar="OMNI_ZONE", default="", help="Where this gateway is.")
 @click.option("--drain", "drain_seconds", envvar="OMNI_DRAIN_SECONDS", type=click.FloatRange(min=0), default=30.0,
@@ -78,6 +88,9 @@ def command(
     namespaces: tuple[str, ...],
     kubeconfig: str,
     agent_port: int,
+    agent_token_secret: str,
+    agent_namespaces: tuple[str, ...],
+    agent_token_file: Path | None,
     region: str,
     zone: str,
     drain_seconds: float,
@@ -90,8 +103,8 @@ def command(
     asyncio.run(
         serve(
             Options(
-                listen, admin_listen, agents, namespaces, kubeconfig, agent_port, region, zone, drain_seconds,
-                linger_seconds,
+                listen, admin_listen, agents, namespaces, kubeconfig, agent_port, agent_token_secret, agent_namespaces,
+                agent_token_file, region, zone, drain_seconds, linger_seconds,
             ),
         )
     )  # fmt: skip
@@ -177,12 +190,29 @@ async def _by_hand(options: Options, measures: RoutingMeasures) -> AsyncIterator
     from omnimodel.gateway.remote_admin import AgentsAdmin
     from omnimodel.gateway.routing import RoutingBackend
     from omnimodel.gateway.seats import Address
+    from omnimodel.gateway.tokens import LOOK_SECONDS, Tokens
 
     backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures)
-    backend.set_agents(Address(_url(agent)) for agent in options.agents)
+    tokens = Tokens(options.agent_token_file) if options.agent_token_file else None
+
+    def know() -> None:
+        good = tokens.good() if tokens else ()
+        backend.set_agents([Address(_url(agent), tokens=good) for agent in options.agents])
+
+    async def look() -> None:
+        known = tokens.good() if tokens else ()
+        while tokens is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+            if known != tokens.good():
+                known = tokens.good()
+                know()
+
+    know()
+    looking = asyncio.create_task(look(), name="token")
     try:
         yield backend, AgentsAdmin(backend, AgentObjects(backend)), None
     finally:
+        looking.cancel()
         await backend.close()
 
 
@@ -196,7 +226,13 @@ async def _by_cluster(options: Options, measures: RoutingMeasures) -> AsyncItera
     from omnimodel.kube import Kube
 
     async with await Kube.connect(options.kubeconfig, component="gateway") as kube:
-        discovery = Discovery(kube, options.namespaces, port=options.agent_port)
+        discovery = Discovery(
+            kube,
+            options.namespaces,
+            port=options.agent_port,
+            token_secret=options.agent_token_secret,
+            agent_namespaces=options.agent_namespaces,
+        )
         backend = RoutingBackend(here=Place(options.region, options.zone), measures=measures, known=discovery.known)
         following = asyncio.create_task(discovery.run(backend), name="discovery")
         try:

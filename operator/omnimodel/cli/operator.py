@@ -25,7 +25,8 @@ LEVELS = ("debug", "info", "warning", "error")
               "[default: host and pid]")  # fmt: skip
 @click.option("--own-namespace", envvar="OMNI_POD_NAMESPACE", default="default", show_default=True,
               help="Where its Lease is.")  # fmt: skip
-@click.option("--release", envvar="OMNI_RELEASE", default="omnimodel", show_default=True, help="Prefix of its Lease.")
+@click.option("--release", envvar="OMNI_RELEASE", default="omnimodel", show_default=True,
+              help="Prefix of its Lease, and of the Secret with the token of agents.")  # fmt: skip
 @click.option("--namespace", "namespaces", multiple=True, envvar="OMNI_NAMESPACES", metavar="NAME,…",
               help="Namespaces that it looks after.  [default: all]")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True,
@@ -71,6 +72,7 @@ def command(
             image=agent_image,
             pull_policy=agent_pull_policy,
             service_account=agent_service_account,
+            token_secret=f"{release}-agents",
             env={"OMNI_NAMESPACES": ",".join(only)} if only else None,
         ),
         lease_seconds=lease_seconds,

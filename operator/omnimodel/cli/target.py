@@ -12,6 +12,7 @@ import click
 
 from omnimodel.cli.client import Client
 from omnimodel.cli.exits import ConnectionFailed
+from omnimodel.errors import OmniError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 ADDRESS_FILE = "address"
@@ -39,11 +40,11 @@ def state_dir_option(function: Command) -> Command:
 
 
 def address_options(function: Command) -> Command:
-    """Add `--address` and `--state-dir`, given to the command as one `client`."""
+    """Add `--address`, `--token-file` and `--state-dir`, given to the command as one `client`."""
 
     @functools.wraps(function)
-    def with_client(*args: Any, address: str | None, state_dir: Path, **kwargs: Any) -> Any:
-        return function(*args, client=Client(address or read_address(state_dir)), **kwargs)
+    def with_client(*args: Any, address: str | None, state_dir: Path, token_file: Path | None, **kwargs: Any) -> Any:
+        return function(*args, client=Client(address or read_address(state_dir), read_token(token_file)), **kwargs)
 
     option = click.option(
         "--address",
@@ -51,7 +52,13 @@ def address_options(function: Command) -> Command:
         metavar="URL",
         help="The system to talk to.  [default: the one on this machine]",
     )
-    return cast("Command", option(state_dir_option(with_client)))
+    token = click.option(
+        "--token-file",
+        envvar="OMNI_TOKEN_FILE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="The token of an agent that asks for one.",
+    )
+    return cast("Command", option(token(state_dir_option(with_client))))
 
 
 def read_address(state_dir: Path) -> str:
@@ -68,6 +75,18 @@ def read_address(state_dir: Path) -> str:
             "no system runs on it",
             "start one with `omni up DIR`, or name another with --address or OMNI_ADDRESS",
         ) from None
+
+
+def read_token(file: Path | None) -> str:
+    """The token in a file; empty without one.
+
+    Raises:
+        OmniError: it cannot be read.
+    """
+    try:
+        return "" if file is None else file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise OmniError(f"token file {file}", str(error), "name a file that can be read, or none") from None
 
 
 def split_name(model: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Both are mirrors that outlive the API server; while it is away the gateway goes 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from omnimodel.errors import OmniError, Reason
 from omnimodel.gateway.order import Place
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.gateway.seats import Address
-from omnimodel.kube import MODELS, PODS, POOLS, Kube, Mirror
+from omnimodel.kube import MODELS, PODS, POOLS, SECRETS, Kube, Mirror
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
 from omnimodel.render import model_card
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 POOL_LABEL = "omnimodel.io/pool"
 POOL_NAMESPACE_LABEL = "omnimodel.io/pool-namespace"
 AGENT_PORT = 8710
+TOKEN_KEY = "token"  # noqa: S105 - the name of the entry of a Secret, not what is in it
 REGION_LABEL = "topology.kubernetes.io/region"  # nodes' labels are copied to pods since Kubernetes 1.35
 ZONE_LABEL = "topology.kubernetes.io/zone"
 REMEMBERED_DELETED = 1000  # models; their agents have unloaded them long before they are forgotten
@@ -41,9 +43,19 @@ class Discovery:
         kube: the connection.
         namespaces: to look at; empty for all.
         port: of the agents.
+        token_secret: name of the Secret that has the token of the agents of its namespace; empty for none.
+        agent_namespaces: where it is looked for; empty for all that are looked at.
     """
 
-    def __init__(self, kube: Kube, namespaces: Sequence[str] = (), *, port: int = AGENT_PORT) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        namespaces: Sequence[str] = (),
+        *,
+        port: int = AGENT_PORT,
+        token_secret: str = "",
+        agent_namespaces: Sequence[str] = (),
+    ) -> None:
         self._port = port
         self._bell = asyncio.Event()
         self._cards: dict[str, ModelCard | None] = {}  # None: deleted
@@ -54,6 +66,12 @@ class Discovery:
         ]
         self._models = [Mirror(kube, MODELS, place, on_change=self._model, trim=_slim) for place in places]
         self._pools = [Mirror(kube, POOLS, place, on_change=self._ring, trim=_slim) for place in places]
+        self._tokens: dict[str, tuple[str, ...]] = {}  # by namespace, the newest first
+        fields = f"metadata.name={token_secret}"
+        self._secrets = [
+            Mirror(kube, SECRETS, place, fields=fields, on_change=self._secret)
+            for place in (list(agent_namespaces) or places if token_secret else ())
+        ]
 
     @property
     def _mirrors(self) -> list[Mirror]:
@@ -63,7 +81,7 @@ class Discovery:
         """Keep a backend's table up until cancelled."""
         self._backend = backend
         async with asyncio.TaskGroup() as tasks:
-            for mirror in self._mirrors:
+            for mirror in [*self._mirrors, *self._secrets]:
                 tasks.create_task(mirror.run())
             tasks.create_task(self._ring_when_listed())
             while True:
@@ -103,7 +121,9 @@ class Discovery:
         ip = pod["status"]["podIP"]
         host = f"[{ip}]" if ":" in ip else ip
         metadata = pod["metadata"]
-        return Address(f"http://{host}:{self._port}", metadata["name"], place, metadata["namespace"])
+        namespace = metadata["namespace"]
+        tokens = self._tokens.get(namespace, ())
+        return Address(f"http://{host}:{self._port}", metadata["name"], place, namespace, tokens)
 
     def _pool(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         return next(
@@ -129,6 +149,15 @@ class Discovery:
             case _:
                 found = []
         return sorted(found, key=_key)
+
+    def _secret(self, key: tuple[str, str], _: object, item: Mapping[str, Any] | None) -> None:
+        """Take a token over, and keep the one before: agents may hear of it later. One that is deleted stays in use."""
+        text = ((item or {}).get("data") or {}).get(TOKEN_KEY, "")
+        token = base64.b64decode(text).decode("ascii", "ignore").strip()
+        known = self._tokens.get(key[0], ())
+        if token and token not in known[:1]:
+            self._tokens[key[0]] = (token, *known[:1])
+            self._bell.set()
 
     def _ring(self, *_: object) -> None:
         self._bell.set()

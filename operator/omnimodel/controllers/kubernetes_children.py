@@ -23,6 +23,8 @@ PORT = 8710
 STATE_PATH = "/var/lib/omnimodel"
 VOLUMES_PATH = "/volumes"
 SOURCES_PATH = "/etc/omnimodel/sources"
+TOKEN_PATH = "/etc/omnimodel/token"  # noqa: S105 - a folder
+TOKEN_KEY = "token"  # noqa: S105 - of the Secret, and the name of the file
 DRAIN_SECONDS = 60
 GRACE_SECONDS = DRAIN_SECONDS + 30
 MANAGED = {"app.kubernetes.io/managed-by": "omnimodel"}
@@ -37,6 +39,8 @@ class AgentSettings:
         image: of the agent, unless a pool says another.
         pull_policy: of the image.
         service_account: that pods run under, unless a pool says another.
+        token_secret: name of the Secret, in the namespace of the pods, with the token that they ask of gateways; empty
+            for pods that answer everybody.
         command: instead of the image's entry point; for tests and odd images.
         env: further variables.
     """
@@ -44,6 +48,7 @@ class AgentSettings:
     image: str = "omnimodel-agent:latest"
     pull_policy: str = "IfNotPresent"
     service_account: str = ""
+    token_secret: str = ""
     command: tuple[str, ...] = ()
     env: Mapping[str, str] | None = None
 
@@ -126,6 +131,7 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             *(_volume(volume.name, volume.path, volume.persistent_volume_claim, volume.read_only)
               for volume in pool.spec.volumes),
             *_sources_volume(pool),
+            *_token_volume(settings),
         ],
     }  # fmt: skip
     if account:
@@ -160,6 +166,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "OMNI_STATE_DIR", "value": STATE_PATH},
             {"name": "OMNI_DRAIN_SECONDS", "value": str(DRAIN_SECONDS)},
             *([{"name": "OMNI_SOURCES_DIR", "value": SOURCES_PATH}] if _sources_volume(pool) else []),
+            *([{"name": "OMNI_TOKEN_FILE", "value": f"{TOKEN_PATH}/{TOKEN_KEY}"}] if settings.token_secret else []),
             *({"name": name, "value": value} for name, value in sorted((settings.env or {}).items())),
         ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
@@ -179,6 +186,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
                 for volume in pool.spec.volumes
             ),
             *([{"name": "sources", "mountPath": SOURCES_PATH, "readOnly": True}] if _sources_volume(pool) else []),
+            *([{"name": "token", "mountPath": TOKEN_PATH, "readOnly": True}] if settings.token_secret else []),
         ],
     }
     if settings.command:
@@ -271,6 +279,15 @@ def _sources_volume(pool: OmniPool) -> list[dict[str, Any]]:
         for file, (kind, key) in references_of_sources(pool).items()
     ]
     return [{"name": "sources", "projected": {"defaultMode": 0o400, "sources": projected}}] if projected else []
+
+
+def _token_volume(settings: AgentSettings) -> list[dict[str, Any]]:
+    """The token as a file, for the agent alone: models have other users and groups, and do not see the folder."""
+    if not settings.token_secret:
+        return []
+    items = [{"key": TOKEN_KEY, "path": TOKEN_KEY}]
+    # Of the group, too: a cluster may run the agent as another user than root, whose group is root's all the same.
+    return [{"name": "token", "secret": {"secretName": settings.token_secret, "items": items, "defaultMode": 0o440}}]
 
 
 def _body(pool: OmniPool, spec: dict[str, Any]) -> dict[str, Any]:

@@ -150,6 +150,8 @@ class Reconciler:
         written = False
         if fault is None:
             try:
+                if self._settings.token_secret:
+                    await self._writer.token(self._settings.token_secret, key[0])
                 for child in decision.children:
                     written |= await self._writer.child(child, pool.metadata.uid)
             except FaultError as error:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnimodel.controllers.kubernetes_cache import Cache, Key, version_of
-from omnimodel.controllers.kubernetes_children import Child, differences, owned_by
+from omnimodel.controllers.kubernetes_children import TOKEN_KEY, Child, differences, owned_by
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_pods import PodView, speaks_for
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
-from omnimodel.kube import LEASES, PODS, POOLS, PROCESSES, Kind, Kube, KubeError, key_of
+from omnimodel.kube import LEASES, PODS, POOLS, PROCESSES, SECRETS, Kind, Kube, KubeError, key_of
 
 log = logging.getLogger(__name__)
 
 MANAGER = "omni-operator"
 CONDITIONS = frozenset({"Ready", "Reconciling", "Stalled", "NameConflict"})
 RETRY_SECONDS = 2.0
+TOKEN_SECONDS = 240.0  # between two looks at a Secret with a token
+TOKEN_BYTES = 32
 
 
 Changed = Callable[[Kind, Mapping[str, Any] | None, Mapping[str, Any] | None], None]
@@ -59,6 +64,7 @@ class Writer:
         self._leads = leads
         self.changed: Changed = lambda *_: None
         self._tolerated: dict[tuple[Kind, Key], tuple[str, ...]] = {}
+        self._tokens: dict[Key, float] = {}  # when Secrets with tokens were looked at last
 
     def _guard(self) -> None:
         if not self._leads():
@@ -107,6 +113,27 @@ class Writer:
             self._tolerated.pop((kind, key), None)
         self._took(kind, answer)
         return True
+
+    async def token(self, name: str, namespace: str) -> None:
+        """Make a token of the agents of a namespace where its Secret has none; one that there is stays.
+
+        Raises:
+            FaultError: it may not be written.
+        """
+        key, now = (namespace, name), time.monotonic()
+        if now - self._tokens.get(key, -TOKEN_SECONDS) < TOKEN_SECONDS:
+            return
+        live = await self._kube.get(SECRETS, name, namespace)
+        if not ((live or {}).get("data") or {}).get(TOKEN_KEY):
+            self._guard()
+            token = base64.b64encode(secrets.token_hex(TOKEN_BYTES).encode()).decode()
+            body = {"metadata": {"name": name, "namespace": namespace}, "data": {TOKEN_KEY: token}}
+            try:
+                await self._kube.apply(SECRETS, body, manager=MANAGER)
+            except KubeError as error:
+                raise fault_of(error) or error from error
+            log.info("token made namespace=%s secret=%s", namespace, name)
+        self._tokens[key] = now
 
     async def process(self, body: Mapping[str, Any]) -> bool:
         """Make a model's OmniProcess what it should be; whether something had to be written.

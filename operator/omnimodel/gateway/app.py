@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from omnimodel.errors import OmniError
+from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.gateway import admin_routes, inference_routes, openai_routes
 from omnimodel.gateway.gateway import GATEWAY, Gateway
 from omnimodel.gateway.ingress_routes import IngressRoutes
@@ -25,9 +25,10 @@ from omnimodel.gateway.measures import NO_MODEL
 from omnimodel.gateway.refusals import RequestError, refusal, status_of
 from omnimodel.gateway.relay import outcome_of
 from omnimodel.gateway.settings import Settings
+from omnimodel.gateway.tokens import Tokens
 from omnimodel.protocol.admin import ADMIN_PATH, OBJECTS_PATH, Admin
 from omnimodel.protocol.dispatch import Backend
-from omnimodel.protocol.ingress import Reporting
+from omnimodel.protocol.ingress import ERROR_HEADER, INGRESS_PATH, Reporting, error_message
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey(
     "begun", web.StreamResponse
 )  # of a request: the answer whose head is on its way
 _PUBLIC: web.AppKey[bool] = web.AppKey("public", bool)  # the application is for clients only
+_TOKENS: web.AppKey[Tokens] = web.AppKey("tokens", Tokens)  # one of them is asked for
+_FOR_ALL = frozenset({"/healthz", "/readyz", METRICS_PATH})  # also without a token
 _FOR_OPERATORS = (ADMIN_PATH, OBJECTS_PATH, METRICS_PATH)
 _PAGE_HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -53,6 +56,7 @@ def create_app(
     settings: Settings | None = None,
     metrics_registry: CollectorRegistry | None = None,
     reporting: Reporting | None = None,
+    tokens: Tokens | None = None,
 ) -> web.Application:
     """Make the whole application. `serve` listens with it; another runner must set `handler_cancellation`.
 
@@ -62,8 +66,11 @@ def create_app(
         settings: limits and times.
         metrics_registry: what /metrics shows; one of its own if there is none.
         reporting: the agent, when gateways in other pods may ask it (`protocol.ingress`).
+        tokens: that all but probes and metrics are asked for; None lets everybody in.
     """
     app = _for_everybody(Gateway(backend, admin, settings or Settings(), metrics_registry or CollectorRegistry()))
+    if tokens is not None:
+        app[_TOKENS] = tokens
     app.router.add_routes(admin_routes.routes())
     if reporting is not None:
         app.router.add_routes(IngressRoutes(reporting).routes())
@@ -83,7 +90,7 @@ def create_public_app(whole: web.Application) -> web.Application:
 
 
 def _for_everybody(gateway: Gateway) -> web.Application:
-    app = web.Application(client_max_size=0, middlewares=[_refusals])
+    app = web.Application(client_max_size=0, middlewares=[_refusals, _known])
     app[GATEWAY] = gateway
     app.router.add_routes(openai_routes.routes())
     app.router.add_routes(inference_routes.routes())
@@ -174,6 +181,28 @@ async def _refusals(request: web.Request, handler: Handler) -> web.StreamRespons
     if status >= 500:
         log.info("refused path=%s status=%d error=%s", request.path, status, error)
     return refusal(error, request.path)
+
+
+@web.middleware
+async def _known(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let in who has the token, where there is one."""
+    tokens = request.app.get(_TOKENS)
+    resource = request.match_info.route.resource
+    if tokens is None or (resource is not None and resource.canonical in _FOR_ALL):
+        return await handler(request)
+    given = request.headers.get("Authorization", "")
+    if tokens.accept(given):
+        return await handler(request)
+    problem = "the token is not that of this agent" if given else "this agent is asked with a token, and there was none"
+    cure = "send the one of the Secret that its pod mounts, as `Authorization: Bearer …`, or ask the gateway"
+    if request.path.startswith(INGRESS_PATH):
+        error = DispatchError("", problem, cure, reason=Reason.NOT_ALLOWED, status=401)
+        response = web.json_response(error_message(error), status=401, headers={ERROR_HEADER: "1"})
+    else:
+        response = refusal(RequestError(problem, cure, status=401, code="unauthorized"), request.path)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    response.force_close()  # of a body that comes with it nothing is read
+    return response
 
 
 async def _begin(request: web.Request, response: web.StreamResponse) -> None:

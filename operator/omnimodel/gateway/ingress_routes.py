@@ -39,7 +39,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _OWN_HEADERS = frozenset(
     {
         "host", "connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect", "user-agent",
-        "accept-encoding", DEADLINE_HEADER.lower(), PRIORITY_HEADER.lower(), EXCHANGE_HEADER.lower(),
+        "accept-encoding", "authorization", DEADLINE_HEADER.lower(), PRIORITY_HEADER.lower(), EXCHANGE_HEADER.lower(),
     }
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from aiohttp.connector import AddrInfoType
 from yarl import URL
 
 from omnimodel.errors import DispatchError, Reason
+from omnimodel.gateway.tokens import bearer
 from omnimodel.protocol.dispatch import (
     DEADLINE_HEADER,
     PRIORITY_HEADER,
@@ -51,6 +52,7 @@ SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # without a sign of life an agent is lo
 GRACE_SECONDS = 5.0  # an agent keeps deadlines itself; after so much more it is taken for lost
 LINE_BYTES = 64 << 20  # of a report
 ERROR_BYTES = 1 << 20
+UNKNOWN = 401  # the status of an answer to one whose token is not known
 COLD_SECONDS = 5.0  # what a wake is thought to take before there was one
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
@@ -83,11 +85,14 @@ class RemoteAgent:
     Args:
         address: its URL, such as `http://10.0.0.7:8710`.
         name: what people call it: the name of its pod.
+        tokens: that it may know, the newest first; they may be changed.
     """
 
-    def __init__(self, address: str, name: str = "") -> None:
+    def __init__(self, address: str, name: str = "", tokens: Sequence[str] = ()) -> None:
         self.address = address.rstrip("/")
         self.name = name or self.address.partition("//")[2]
+        self.tokens = tokens
+        self._token = ""  # that it knows
         self.snapshot: Snapshot | None = None
         self._held: dict[asyncio.Timeout, _Body] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -104,6 +109,21 @@ class RemoteAgent:
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._session
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What every request to it has."""
+        return bearer(self._token)
+
+    async def _find_token(self) -> None:
+        """Go over to the newest token that it knows: it may hear of a new one later than this gateway."""
+        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+        for token in itertools.takewhile(lambda token: token != self._token, self.tokens):
+            url = f"{self.address}{EXCHANGES_PATH}/none"
+            async with self.session.get(url, headers=bearer(token), timeout=timeout) as response:
+                if response.status != UNKNOWN:
+                    self._token = token
+                    return
 
     async def close(self) -> None:
         """Break off everything."""
@@ -131,10 +151,14 @@ class RemoteAgent:
         Raises:
             OSError, aiohttp.ClientError, TimeoutError, ValueError: it does not answer, or not with a report.
         """
+        await self._find_token()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        async with self.session.get(
-            f"{self.address}{REPORT_PATH}?follow=true", timeout=timeout, read_bufsize=LINE_BYTES
-        ) as response:
+        url = f"{self.address}{REPORT_PATH}?follow=true"
+        async with self.session.get(url, headers=self.headers, timeout=timeout, read_bufsize=LINE_BYTES) as response:
+            if response.status == UNKNOWN:
+                self._token = ""
+                problem = "it does not know the token of this gateway" if self.tokens else "it wants a token"
+                raise PermissionError(problem)
             if response.status != 200:
                 raise ValueError(f"it answers {response.status} when asked for its report")
             known: Snapshot | None = None
@@ -144,6 +168,7 @@ class RemoteAgent:
                     known = merged(known, message)
                 self.snapshot = known
                 yield known
+                await self._find_token()
 
     def lose(self) -> None:
         """End what it holds: it is dead, or will be. What a model of it has taken goes on."""
@@ -169,6 +194,8 @@ class RemoteAgent:
         try:
             if ERROR_HEADER in response.headers:
                 error = await self._refusal(response, request)
+                if response.status == UNKNOWN and not body.taken:  # which is not for the client to know
+                    raise NotSentError(_not_known(self.name, request), lost=True)
                 raise error if body.taken else NotSentError(error, lost=False)
             headers = {name: value for name, value in response.headers.items() if name.lower() not in _HOP_BY_HOP}
             hold = hold_from(headers)
@@ -186,7 +213,7 @@ class RemoteAgent:
 
     async def _send(self, request: InferenceRequest, body: _Body, exchange: str) -> aiohttp.ClientResponse:
         """Send the head, the body once the model takes it, and wait for the head of the answer."""
-        headers = {**request.headers, EXCHANGE_HEADER: exchange, PRIORITY_HEADER: request.priority}
+        headers = {**request.headers, **self.headers, EXCHANGE_HEADER: exchange, PRIORITY_HEADER: request.priority}
         limit: float | None = None
         if request.deadline_seconds is not None:
             headers[DEADLINE_HEADER] = f"{request.deadline_seconds:.6f}"
@@ -237,7 +264,8 @@ class RemoteAgent:
         """Why an answer was broken off, as the agent knows it."""
         try:
             timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
-            async with self.session.get(f"{self.address}{EXCHANGES_PATH}/{exchange}", timeout=timeout) as response:
+            url = f"{self.address}{EXCHANGES_PATH}/{exchange}"
+            async with self.session.get(url, headers=self.headers, timeout=timeout) as response:
                 if response.status == 200:
                     return error_from(await response.json())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
@@ -305,6 +333,17 @@ def _unreachable(agent: str, request: InferenceRequest, error: Exception) -> Dis
     return DispatchError(
         f"OmniModel {model_key(request.model)}",
         f"the agent in {agent} does not answer ({type(error).__name__})",
+        "send it again",
+        reason=Reason.DRAINING,
+        status=503,
+        retry_after_seconds=1,
+    )
+
+
+def _not_known(agent: str, request: InferenceRequest) -> DispatchError:
+    return DispatchError(
+        f"OmniModel {model_key(request.model)}",
+        f"the agent in {agent} does not know the token of this gateway",
         "send it again",
         reason=Reason.DRAINING,
         status=503,

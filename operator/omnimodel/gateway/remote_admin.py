@@ -79,7 +79,9 @@ class AgentsAdmin:
 
         async def ask(seat: Seat) -> Mapping[str, Any] | None:
             with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
-                async with seat.agent.session.post(seat.agent.address + url, timeout=timeout) as response:
+                async with seat.agent.session.post(
+                    seat.agent.address + url, headers=seat.agent.headers, timeout=timeout
+                ) as response:
                     return dict(await response.json()) if response.status == 200 else None
             return None
 
@@ -99,7 +101,7 @@ class AgentsAdmin:
         url = f"{seat.agent.address}{_path(namespace, name)}/{verb}?{query}"
         timeout = aiohttp.ClientTimeout(total=deadline_seconds + _ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
         try:
-            async with seat.agent.session.post(url, timeout=timeout) as response:
+            async with seat.agent.session.post(url, headers=seat.agent.headers, timeout=timeout) as response:
                 body = await response.read()
                 if response.status >= 400:
                     raise _refusal(namespace, name, response.status, body)
@@ -193,7 +195,7 @@ class AgentsAdmin:
     async def _chunks(self, seat: Seat, path: str) -> AsyncIterator[bytes]:
         """An agent's answer as it comes: a line may be longer than any buffer."""
         try:
-            async with seat.agent.session.get(seat.agent.address + path) as response:
+            async with seat.agent.session.get(seat.agent.address + path, headers=seat.agent.headers) as response:
                 if response.status >= 400:
                     raise _refusal("", seat.agent.name, response.status, await response.read())
                 async for chunk in response.content.iter_any():

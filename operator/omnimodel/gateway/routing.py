@@ -74,10 +74,20 @@ class RoutingBackend:
         for url in [url for url, seat in self.seats.items() if wanted.get(url) != seat.address]:
             self._dismiss(self.seats.pop(url))
         for url, address in wanted.items():
-            if url not in self.seats:
+            if url in self.seats:
+                self._hand(self.seats[url], address.tokens)
+            else:
                 self.seats[url] = seat = Seat(address, self.here.closeness(address.place))
                 seat.task = asyncio.create_task(self._follow(seat), name=f"follow {seat.agent.name}")
         self.changed()
+
+    @staticmethod
+    def _hand(seat: Seat, tokens: Sequence[str]) -> None:
+        """Let a gateway use other tokens at an agent; one that is out of the table is tried again at once."""
+        if seat.agent.tokens != tokens:
+            seat.agent.tokens = tokens
+            if not seat.there:
+                seat.again.set()
 
     def _dismiss(self, seat: Seat) -> None:
         log.info("agent_gone agent=%s", seat.agent.name)
@@ -117,6 +127,8 @@ class RoutingBackend:
                     if seat.again.is_set():
                         break
                 problem = "it has ended its report"
+            except PermissionError as error:
+                problem = str(error)
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 problem = f"it does not answer ({type(error).__name__}: {error})"
             self._out(seat, problem)

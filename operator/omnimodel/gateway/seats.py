@@ -19,12 +19,14 @@ class Address:
         name: of its pod.
         place: its region and zone.
         namespace: of its pod; pods of two namespaces may have the same name.
+        tokens: that it may know, the newest first; it stays the same agent when they change.
     """
 
     url: str
     name: str = ""
     place: Place = field(default=Place())
     namespace: str = ""
+    tokens: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
 class Seat:
@@ -33,7 +35,7 @@ class Seat:
     def __init__(self, address: Address, closeness: Closeness) -> None:
         self.address = address
         self.closeness = closeness
-        self.agent = RemoteAgent(address.url, address.name)
+        self.agent = RemoteAgent(address.url, address.name, address.tokens)
         self.snapshot: Snapshot | None = None  # None while it is out of the table
         self.last: Snapshot | None = None  # what it knew when it left the table
         self.left_seconds = 0.0
