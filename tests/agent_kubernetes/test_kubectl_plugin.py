@@ -17,6 +17,7 @@ import pytest
 
 from cli.conftest import Running, system
 from cluster.connection import Connection
+from omnimodel.cli.kubectl import COMMANDS
 
 
 @dataclass
@@ -162,6 +163,30 @@ def test_names_without_a_namespace_are_in_the_one_that_is_given(plugin: Plugin) 
     done = plugin.run("omni", "--gateway", plugin.gateway, "-n", "elsewhere", "describe", "words")
     assert done.returncode == 3
     assert "elsewhere/words" in done.stderr
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "version"])
+def test_the_namespace_may_come_behind_any_command(plugin: Plugin, command: str) -> None:
+    done = plugin.run("omni", "--gateway", plugin.gateway, command, "-n", "elsewhere", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "-n, --namespace" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("describe", "-n", "elsewhere", "words"),
+        ("describe", "words", "--namespace=elsewhere"),
+        ("-n", "default", "wake", "words", "-n", "elsewhere"),
+        ("logs", "-n", "elsewhere", "words"),
+        ("get", "models", "words", "-nelsewhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_namespace_behind_the_command_counts(plugin: Plugin, arguments: tuple[str, ...]) -> None:
+    done = plugin.omni(*arguments)
+    assert done.returncode == 3, done.stderr
+    assert "elsewhere" in done.stderr or "there is no such object" in done.stderr
 
 
 def test_a_failure_has_its_exit_code(plugin: Plugin) -> None:

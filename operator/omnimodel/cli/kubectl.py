@@ -7,6 +7,7 @@ this machine.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -44,8 +45,27 @@ PORT = "admin"  # name of the Service's port
 ANSWER_SECONDS = 60
 
 
+class NamespacedGroup(LazyGroup):
+    """Commands that take the namespace behind their name, too, as those of kubectl do."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command, and add the option."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None or cmd_name in _WITHOUT_CLUSTER:
+            return found
+        found = copy.copy(found)
+        found.params = [*found.params, click.Option(["-n", "--namespace"], callback=_use, expose_value=False,
+                                                    help="As before the command; this one counts.")]  # fmt: skip
+        return found
+
+
+def _use(_: click.Context, __: click.Parameter, namespace: str | None) -> None:
+    if namespace:
+        os.environ["OMNI_NAMESPACE"] = namespace
+
+
 @click.group(
-    cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]},
+    cls=NamespacedGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 @click.option("--kubeconfig", default="", metavar="FILE", help="As of kubectl.")
 @click.option("--context", "cluster", default="", metavar="NAME", help="As of kubectl.")
