@@ -25,6 +25,7 @@ from omnimodel.memory.devices import pages
 from omnimodel.memory.devices.host import HostDevice
 
 CHUNK_BYTES = 4 << 20
+CONNECTION_SECONDS = 20.0  # an idle connection has been closed by then
 VOLATILE = {"id", "created", "system_fingerprint", "seconds", "timings"}  # of an answer, different each time
 
 
@@ -181,16 +182,31 @@ def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:
             wrong = system.wrong(item, answer) or ["another answer than the first time"]
             report.failures.append(f"swap {asked}, {output.full_name(item)}: {wrong[0]}")
         if asked == max(1, swaps // 4):
-            early = system.footprint()
+            paused, woken = time.perf_counter(), system.wakes()
+            early = _at_rest(system, models)
+            began += time.perf_counter() - paused
+            wakes_before += system.wakes() - woken
     seconds = time.perf_counter() - began
-    late = system.footprint()
+    wakes = system.wakes() - wakes_before
+    late = _at_rest(system, models)
     report.add("questions in random order", asked, note=f"{len(models)} models, seed {seed}, {seconds:.0f} s")
-    report.add("wakes they took", system.wakes() - wakes_before)
+    report.add("wakes they took", wakes)
     report.add("answers that were not the first one", failed, goal=0)
-    report.add("private memory, 1/4 of the way", early[0] / (1 << 20), "MiB", note="of all processes")
+    note = "of all processes, with every model evicted"
+    report.add("private memory, 1/4 of the way", early[0] / (1 << 20), "MiB", note=note)
     report.add("private memory, at the end", late[0] / (1 << 20), "MiB", goal=1.05 * early[0] / (1 << 20) + 16)
-    report.add("descriptors, 1/4 of the way", early[1], note="of all processes")
+    report.add("descriptors, 1/4 of the way", early[1], note=f"{note}; frames left out")
     report.add("descriptors, at the end", late[1], goal=early[1] + 16)
+
+
+def _at_rest(system: System, models: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """The footprint when every model has a process and none a request, a weight or a connection."""
+    for item in models:
+        system.ask(item)
+    for item in system.evictable():
+        system.client.evict(item["metadata"].get("namespace", "default"), item["metadata"]["name"], 60.0)
+    time.sleep(CONNECTION_SECONDS)
+    return system.footprint()
 
 
 def comparable(body: bytes) -> bytes:

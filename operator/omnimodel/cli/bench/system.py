@@ -76,16 +76,31 @@ class System:
         )
 
     def footprint(self) -> tuple[int, int]:
-        """Private bytes and open descriptors of the main process and all that it started; zeros elsewhere."""
+        """Anonymous bytes and open descriptors of the main process and all that it started; zeros elsewhere.
+
+        Frames are in neither: how many there are follows from the budget, and is in the ledger.
+        """
         if not self.pid:
             return 0, 0
-        private_bytes = descriptors = 0
+        anonymous_bytes = descriptors = 0
         root = psutil.Process(self.pid)
         for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                private_bytes += process.memory_full_info().uss
-                descriptors += process.num_fds()
-        return private_bytes, descriptors
+            with contextlib.suppress(psutil.Error, OSError):
+                anonymous_bytes += _anonymous_bytes(process.pid)
+                descriptors += sum(1 for name in _open_files(process.pid) if not name.startswith("/memfd:"))
+        return anonymous_bytes, descriptors
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """Memory without a file behind it, what is shared after a fork in equal parts."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield str(descriptor.readlink())
 
 
 def system_options(function: Function) -> Function:

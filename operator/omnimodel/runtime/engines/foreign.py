@@ -61,6 +61,7 @@ class ForeignEngine:
         self._health_path = health_path
         self._ended = ended
         self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
         self._stopping = False
         self._accepting = False
         self._port = 0
@@ -102,6 +103,7 @@ class ForeignEngine:
         with suppress(FileNotFoundError):
             os.unlink(socket_path())
         self._stopping = False
+        self._watcher = None
         try:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
         except OSError as error:
@@ -118,7 +120,8 @@ class ForeignEngine:
             self._terminate()
             raise
         self._accepting = True
-        threading.Thread(target=self._watch, args=(process,), name="engine", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(process,), name="engine", daemon=True)
+        self._watcher.start()
         seconds = time.monotonic() - began
         log.info("engine started model=%s seconds=%.3f", self._setting.name, seconds)
         return {"mapSeconds": seconds}
@@ -193,13 +196,20 @@ class ForeignEngine:
         for number, seconds in ((signal.SIGTERM, seconds_to_end), (signal.SIGKILL, None)):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
-            break
+            if self._ends(process, seconds):
+                break
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # what the server left behind
+
+    def _ends(self, process: subprocess.Popen[bytes], seconds: float | None) -> bool:
+        """Wait for its end; by the watcher, if there is one: a timed `Popen.wait` only looks now and then."""
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.join(seconds)
+            return not watcher.is_alive()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.returncode is not None
 
     # Event loop
 
