@@ -1,8 +1,8 @@
 """CustomResourceDefinitions made from the pydantic models.
 
 Structural schemas: references inlined, null dropped, quantities as int-or-string, rules across fields as CEL with the
-sentences of offline validation, and no defaults, for GitOps tools take a defaulted field for a change. Where a value is
-a text or an object, Kubernetes can only preserve it; the operator checks it and says so in a condition.
+sentences of offline validation, and no defaults in a spec, for GitOps tools take a defaulted field for a change. Where
+a value is a text or an object, Kubernetes can only preserve it; the operator checks it and says so in a condition.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def _root(kind: type[Resource]) -> dict[str, Any]:
     root: dict[str, Any] = {"type": "object", "description": _text(kind.__doc__), "properties": properties}
     if known["spec"].is_required():
         root["required"] = ["spec"]
+    if "observedGeneration" in properties["status"]["properties"]:
+        properties["status"]["default"] = {"observedGeneration": -1}  # not done before the operator has seen it
     pattern = LABEL_PATTERN.replace("\\", "\\\\")
     rule = f"self.metadata.name.size() <= 63 && self.metadata.name.matches('{pattern}')"
     cure = "write lower-case letters, digits and hyphens, such as smollm2"

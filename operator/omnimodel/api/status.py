@@ -13,6 +13,7 @@ Tier = Annotated[Literal["resident", "warm", "parked", "cold"], choice("resident
 ByteCount = Annotated[int, whole(0, 2**62, "bytes")]
 Counter = Annotated[int, whole(0, 2**62)]
 Seconds = Annotated[float, number(0, 1e12)]
+ObservedGeneration = Annotated[int, whole(-1, 2**62)]  # -1: kstatus takes an object without one for done
 
 
 class ResidencyEntry(Observed):
@@ -86,7 +87,9 @@ class Assignment(Observed):
 class ModelStatus(Observed):
     """What the system says about a model."""
 
-    observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[3])
+    observed_generation: ObservedGeneration = Field(
+        default=0, description="Generation that the status speaks of; -1 before the first.", examples=[3]
+    )
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
@@ -152,7 +155,9 @@ class PodEntry(Observed):
 class PoolStatus(Observed):
     """What the system says about a pool."""
 
-    observed_generation: Counter = Field(default=0, description="Generation that the status speaks of.", examples=[1])
+    observed_generation: ObservedGeneration = Field(
+        default=0, description="Generation that the status speaks of; -1 before the first.", examples=[1]
+    )
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,

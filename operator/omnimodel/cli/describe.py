@@ -68,7 +68,8 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
         yield _field("Description", spec["description"])
     yield _field("Source", _source(spec.get("source") or {}))
     yield _field("Engine", f"{runtime.get('engine', '-')}, task {runtime.get('task', '-')}")
-    yield _field("Generation", f"{metadata.get('generation', 1)}, observed {status.get('observedGeneration', 0)}")
+    observed = max(0, status.get("observedGeneration", 0))
+    yield _field("Generation", f"{metadata.get('generation', 1)}, observed {observed}")
     weights, working = footprint.get("weightsBytes"), footprint.get("workingBytes")
     yield _field("Footprint", f"{output.size(weights)} weights, {output.size(working)} working memory")
     yield "Conditions:"

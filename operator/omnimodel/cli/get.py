@@ -88,7 +88,7 @@ def _model_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     footprint = status.get("footprint") or {}
     failed = ready.get("status") != "True"
     generation = str(item["metadata"].get("generation", 1))
-    observed = str(status.get("observedGeneration", 0))
+    observed = str(max(0, status.get("observedGeneration", 0)))
     return (
         output.full_name(item),
         str(ready.get("status", "Unknown")),
