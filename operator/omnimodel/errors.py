@@ -27,6 +27,7 @@ class Reason(StrEnum):
     POD_NOT_CREATED = "PodNotCreated"
     POD_FAILED = "PodFailed"
     AGENT_SILENT = "AgentSilent"
+    NODE_SILENT = "NodeSilent"
     NAME_OCCUPIED = "NameOccupied"
     NOT_ALLOWED = "NotAllowed"
     OUTDATED_DEFINITIONS = "OutdatedDefinitions"

@@ -88,7 +88,7 @@ class Agents:
         uid = pod["metadata"]["uid"]
         entries = ((self._world.see(POOLS, label) or {}).get("status") or {}).get("pods") or ()
         if self._up.get(name) != uid:
-            await kube.patch_status(PODS, name, namespace, _running(ready=False), manager="kubelet")
+            await kube.patch_status(PODS, name, namespace, running(ready=False), manager="kubelet")
             self._settled.discard(name)
         if self._up.get(name) != uid or name not in {entry["pod"] for entry in entries}:
             for key in [key for key in self._said if key[0] == name]:
@@ -102,7 +102,7 @@ class Agents:
         await self._speak(name)
         mine = [key for pod, key in self._said if pod == name]
         if name not in self._settled and not self.publishing & set(mine):
-            await kube.patch_status(PODS, name, namespace, _running(ready=True), manager="kubelet")
+            await kube.patch_status(PODS, name, namespace, running(ready=True), manager="kubelet")
             self._settled.add(name)
 
     async def _renew(self, name: str, uid: str, label: str) -> None:
@@ -145,7 +145,7 @@ def pool_report(pool_name: str, pod: str, budget_bytes: int) -> PoolReport:
     )
 
 
-def _running(*, ready: bool) -> Item:
+def running(*, ready: bool) -> Item:
     now = micro_time()[:19] + "Z"
     return {
         "phase": "Running",

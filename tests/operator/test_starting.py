@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
-from kube.agents import Agents
+from kube.agents import Agents, running
 from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_pods, kubernetes_reconcile
 from omnimodel.controllers.kubernetes_cache import Cache
 from omnimodel.controllers.kubernetes_health import Hearing
-from omnimodel.controllers.kubernetes_pods import LOST_SECONDS, SILENT_SECONDS, START_SECONDS, PodView, is_stuck
+from omnimodel.controllers.kubernetes_pods import (
+    LOST_SECONDS,
+    SILENT_SECONDS,
+    START_SECONDS,
+    PodView,
+    is_stuck,
+    problem_of,
+)
 from omnimodel.controllers.kubernetes_writes import LaterError, Writer
 from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import EVENTS, MODELS, PODS, POOLS, PROCESSES
@@ -178,6 +185,31 @@ async def test_replicas_are_spread_over_the_zones_of_their_nodes(
     await world.ready("m")
 
 
+async def test_a_node_whose_kubelet_is_silent_is_named_although_its_models_serve(
+    world: World, agents: Agents, start, node: Any
+) -> None:
+    name = await node()
+    await start()
+    await world.apply(pool("gpu", world.namespace), model("m", world.namespace))
+    await until(lambda: world.see(PODS, "gpu-0"), "the pod")
+    await world.bind("gpu-0", name)
+    await world.ready("m")
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pool is Ready")
+
+    async def kubelet(*, there: bool) -> None:
+        """It is heard of, or not: then the cluster takes the node and its pods for not ready."""
+        await node.say(name, ready=there)
+        await world.kube.patch_status(PODS, "gpu-0", world.namespace, running(ready=there), manager="kubelet")
+
+    await kubelet(there=False)
+    told = f"gpu-0 serves, but cannot be told ready: node {name} does not answer: restart its kubelet"
+    await until(lambda: told in message(world.see(POOLS, "gpu")), "it says so")
+    assert conditions(world.see(POOLS, "gpu"))["Reconciling"] == ("True", "NodeSilent")
+    await world.ready("m")
+    await kubelet(there=True)
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "it is back")
+
+
 def view(*, phase: str = "Running", ready: bool = False, heard: float | None = 0.0, **more: Any) -> PodView:
     conditions = [{"type": "Ready", "status": str(ready)}]
     item = {"metadata": {"name": "gpu-0", "uid": "u"}, "status": {"phase": phase, "conditions": conditions}}
@@ -206,6 +238,21 @@ def view(*, phase: str = "Running", ready: bool = False, heard: float | None = 0
 )
 def test_what_a_pod_is_taken_for(pod: PodView, now: float, answers: bool, lost: bool) -> None:
     assert (pod.answers(now), pod.lost(now)) == (answers, lost)
+
+
+@pytest.mark.parametrize(
+    ("pod", "now", "reason"),
+    [
+        pytest.param(view(lost_node="n"), 1.0, "NodeSilent", id="its agent is heard of"),
+        pytest.param(view(lost_node="n", ready=True), 1.0, "", id="nobody takes it for not ready yet"),
+        pytest.param(view(lost_node="n"), SILENT_SECONDS + 1, "AgentSilent", id="its agent neither"),
+        pytest.param(view(), 1.0, "", id="it publishes"),
+    ],
+)
+def test_a_silent_node_is_a_problem_of_its_pods(pod: PodView, now: float, reason: str) -> None:
+    found = problem_of(pod, now)
+    assert (found[0].reason if found else "") == reason
+    assert found is None or "node n does not answer" in found[0].message
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class News:
         cache: which has taken the news already.
         add: asks for a round.
         zone: of a node, by its name; empty when unknown.
+        node_lost: whether a node, by its name, is not there, or its kubelet is not.
         trouble: of a pod, by its namespace and name: what events say of it.
         clock: monotonic.
     """
@@ -49,12 +50,14 @@ class News:
         cache: Cache,
         add: Add,
         zone: Callable[[str], str] = lambda _: "",
+        node_lost: Callable[[str], bool] = lambda _: False,
         trouble: Callable[[str, str], Refusal | None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._add = add
         self._zone = zone
+        self._node_lost = node_lost
         self._trouble = trouble
         self._clock = clock
         self._beats: dict[Key, _Beat] = {}
@@ -160,10 +163,12 @@ class News:
         now: float,
     ) -> PodView:
         beat = None if item is None else self._beat_of(item)
+        node = str(((item or {}).get("spec") or {}).get("nodeName", ""))
         view = PodView(
             name, index, item, entry, beat.heard_seconds if beat else None, None,
             first_seconds=beat.first_seconds if beat else None, renewed=str(beat.said[1]) if beat else "",
-            zone=self._zone_of(item), trouble=self._trouble(namespace, name),
+            zone=self._zone_of(item), lost_node=node if node and self._node_lost(node) else "",
+            trouble=self._trouble(namespace, name),
         )  # fmt: skip
         answers = view.answers(now)
         before = self._since.get((namespace, name))

@@ -44,6 +44,7 @@ class PodView:
         here_seconds: since when it answers; None while it does not.
         renewed: that heartbeat's own time, as the Lease has it.
         zone: where it is; empty when unknown.
+        lost_node: its node, when that is not there, or its kubelet is not; else empty.
         trouble: what controllers and the kubelet have said of it in events, as why it is not made or not started.
     """
 
@@ -57,6 +58,7 @@ class PodView:
     here_seconds: float | None = None
     renewed: str = ""
     zone: str = ""
+    lost_node: str = ""
     trouble: Refusal | None = None
 
     @property
@@ -161,10 +163,21 @@ def problem_of(pod: PodView, now_seconds: float) -> tuple[Refusal, bool] | None:
         return None
     if pod.silent(now_seconds):
         last = f" since {pod.renewed[:19]}Z" if pod.renewed else ""
-        return Refusal(Reason.AGENT_SILENT, f"{pod.name}: its agent has not been heard of{last}"), False
+        node = f", and {_of_node(pod.lost_node)}" if pod.lost_node else ""
+        return Refusal(Reason.AGENT_SILENT, f"{pod.name}: its agent has not been heard of{last}{node}"), False
     if pod.entry and not pod.entry.get("ready") and pod.entry.get("reason"):
         return Refusal(str(pod.entry["reason"]), f"{pod.name}: {pod.entry.get('message', '')}"), True
+    if pod.lost_node and not pod.ready:
+        message = f"{pod.name} serves, but cannot be told ready: {_of_node(pod.lost_node)}"
+        return Refusal(Reason.NODE_SILENT, message), False
     return None
+
+
+def _of_node(node: str) -> str:
+    return (
+        f"node {node} does not answer: restart its kubelet, or delete the Node when the machine is gone"
+        f" (kubectl describe node {node} says since when)"
+    )
 
 
 def _unschedulable(pod: PodView) -> Refusal | None:

@@ -79,7 +79,7 @@ class Reconciler:
         self.queue: KeyedQueue[Round] = KeyedQueue(self._round, done=self._finished, delay_of=delay_of)
         self.nodes = Nodes(kube, self._node_changed)
         self._troubles = Troubles(kube, clock)
-        self.news = News(cache, self.queue.add, self.nodes.zone, self._troubles.of, clock)
+        self.news = News(cache, self.queue.add, self.nodes.zone, self.nodes.lost, self._troubles.of, clock)
         self._remains = Remains(cache, writer, self.news, self.nodes, clock, wall)
         writer.changed = self.news.changed
         self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
