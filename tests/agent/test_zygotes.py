@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agent.children import NOTHING, alive, busy, children, children_of, run, until, zygotes
@@ -219,3 +220,19 @@ answer['cuda'] = torch.cuda.is_initialized()
         assert one["sum"] == two["sum"] == 1e9
         assert not {*one["drawn"]} & {*two["drawn"]}
         assert not one["cuda"]
+
+
+async def test_a_start_that_is_given_up_at_once_leaves_no_process(tmp_path: Path) -> None:
+    """An agent that is stopped in the moment in which its first zygote is made."""
+    before = {process.pid for process in psutil.Process().children()}
+    text = "import time\ntime.sleep(600)\n"
+    folder = package(tmp_path / "site", "never_comes_up", text)
+    for turns in range(6):  # of the loop, before it is given up
+        zygotes = Zygotes(tmp_path, preload=("never_comes_up",), import_path=(folder,))
+        starting = asyncio.create_task(zygotes.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await zygotes.close()
+    assert {process.pid for process in psutil.Process().children()} <= before

@@ -286,17 +286,28 @@ class Zygotes:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         path = os.pathsep.join((*self._import_path, package_parent))
         with theirs, log_path.open("wb") as log_file:
-            process = await asyncio.to_thread(
-                subprocess.Popen,
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                env={**kept, **_ENVIRONMENT, "PYTHONPATH": path},
-                cwd="/",
-                start_new_session=True,  # Ctrl-C is for the agent, which drains in stages
+            starting = asyncio.ensure_future(
+                asyncio.to_thread(
+                    subprocess.Popen,
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    env={**kept, **_ENVIRONMENT, "PYTHONPATH": path},
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C is for the agent, which drains in stages
+                )
             )
+            try:
+                process = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                await asyncio.wait([starting])  # a thread cannot be stopped, and nobody else knows its process
+                ours.close()
+                if not starting.exception():
+                    starting.result().kill()
+                    await asyncio.to_thread(starting.result().wait)
+                raise
         self._journal.record(Entry(log_path.stem, process.pid, start_ticks(process.pid) or 0, ()))
         channel = AsyncChannel(ours, descriptors=1)
         zygote = Zygote(channel, process, log_path, self._replace_base if not environment else lambda: None)
