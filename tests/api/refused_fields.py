@@ -163,13 +163,18 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"residency__keepResident": True, "residency__idleAfter": "5m"},
         ["residency.idleAfter: '5m': keepResident and idleAfter exclude each other; remove idleAfter, or keepResident"],
     ),
+    (
+        "more replicas by load",
+        {"replicas": {"min": 0, "max": 2}},
+        ["replicas.max: 2: more pods by load are not in this version; leave max out, and write the min that it needs"],
+    ),
     ("max without min", {"replicas__max": 2}, ["replicas.max: 2: max without min says half; add min, such as min: 1"]),
     (
         "min>max",
         {"replicas": {"min": 3, "max": 2}},
         ["replicas.min: 3: min is more than max; write a min that is at most max"],
     ),
-    ("replicas int", {"replicas": 2}, ["replicas: 2: is not a mapping; write replicas: {min: 1, max: 4}"]),
+    ("replicas int", {"replicas": 2}, ["replicas: 2: is not a mapping; write replicas: {min: 2}"]),
     (
         "devices index",
         {"resources__devices": "cuda:0"},
@@ -228,8 +233,13 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         ],
     ),
     (
+        "autoscale by load",
+        {"autoscale": {"min": 1, "max": 2}},
+        ["autoscale.max: 2: pods by load are not in this version; write replicas instead of autoscale"],
+    ),
+    (
         "replicas autoscale",
-        {"replicas": 2, "autoscale": {"min": 1, "max": 2}},
+        {"replicas": 2, "autoscale": {"min": 2, "max": 2}},
         ["replicas: 2: replicas and autoscale exclude each other; remove replicas, or autoscale"],
     ),
     (

@@ -60,7 +60,7 @@ SAID: list[tuple[str, dict[str, Any]]] = [
         {"at": "", "equals": None}, {"at": "/a", "equals": False}, {"at": "/b", "contains": "x"}, {"at": "/c/0", "near": 0.5, "within": 0.01},
         {"at": "/d", "near": [1, 2.5], "within": 0}, {"contentType": "audio/wav"}, {"minBytes": 100},
     ]}}),
-    ("replicas", {"replicas": {"min": 0, "max": 4}}),
+    ("replicas", {"replicas": {"min": 0, "max": 1}}),
 ]  # fmt: skip
 
 

@@ -180,7 +180,7 @@ class Replicas(Part):
         default=None, description="At least so many; 1 when left out.", examples=[1]
     )
     max: Annotated[int, whole(1, 1000)] | None = Field(
-        default=None, description="At most so many by load. Not acted on yet: `min` pods hold it.", examples=[4]
+        default=None, description="At most so many. More than `min` by load is not in this version.", examples=[1]
     )
     rules = (
         Rule(
@@ -196,6 +196,13 @@ class Replicas(Part):
             "min is more than max",
             "write a min that is at most max",
             "min",
+        ),
+        Rule(
+            "!has(self.max) || !has(self.min) || self.max <= (self.min > 1 ? self.min : 1)",
+            lambda self: self.max is None or self.min is None or self.max <= max(1, self.min),
+            "more pods by load are not in this version",
+            "leave max out, and write the min that it needs",
+            "max",
         ),
     )
 
@@ -263,9 +270,7 @@ class ModelSpec(Part):
             {"path": "/v1/embeddings", "json": {"input": "cat"}, "expect": [{"at": "/data/0/index", "equals": 0}]}
         ],
     )
-    replicas: Replicas | None = Field(
-        default=None, description="How many pods hold it.", examples=[{"min": 1, "max": 4}]
-    )
+    replicas: Replicas | None = Field(default=None, description="How many pods hold it.", examples=[{"min": 2}])
     rules = (
         Rule(
             "!has(self.resources) || !has(self.resources.devices) || self.resources.devices == 1",

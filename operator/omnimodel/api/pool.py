@@ -156,7 +156,7 @@ class Autoscale(Part):
 
     min: Annotated[int, whole(0, 1000)] = Field(description="At least so many pods.", examples=[1])
     max: Annotated[int, whole(1, 1000)] = Field(
-        description="At most so many pods by load. Not acted on yet: there are `min`.", examples=[4]
+        description="At most so many pods. More than `min` by load are not in this version.", examples=[1]
     )
     rules = (
         Rule(
@@ -165,6 +165,13 @@ class Autoscale(Part):
             "min is more than max",
             "write a min that is at most max",
             "min",
+        ),
+        Rule(
+            "self.max <= self.min",
+            lambda self: self.max <= self.min,
+            "pods by load are not in this version",
+            "write replicas instead of autoscale",
+            "max",
         ),
     )
 
@@ -211,7 +218,9 @@ class PoolSpec(Part):
         default=None, description="Its pods in a cluster.", examples=[{"nodeSelector": {"gpu": "l4"}}]
     )
     autoscale: Autoscale | None = Field(
-        default=None, description="Pods by load, in a cluster.", examples=[{"min": 1, "max": 4}]
+        default=None,
+        description="Pods by load: not in this version; write `replicas`.",
+        examples=[{"min": 1, "max": 1}],
     )
     update_strategy: UpdateStrategy | None = Field(
         default=None, description="How pods are replaced, in a cluster.", examples=[{"type": "OnDelete"}]

@@ -133,20 +133,12 @@ def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
     if assigned.pods:
         status["assigned"] = _assigned(assigned, snapshot.status)
     remarks = tuple((str(note.reason), note.message) for note in assigned.notes if note.reason == Reason.TOO_FEW_PODS)
-    sentences = [sentence for _, sentence in remarks] + _unused(model)
+    sentences = [sentence for _, sentence in remarks]
     for condition in status["conditions"]:
         if (condition["type"], condition["status"]) == ("Ready", "True"):
             condition["message"] = "; ".join([condition["message"], *sentences])
     body = None if process is None else process_body(process, snapshot.pool, assigned.pods)
     return ModelDecision(body, keep, status, refusal, remarks)
-
-
-def _unused(model: OmniModel) -> list[str]:
-    """What a manifest asks for and nobody does, in words."""
-    asked = model.spec.replicas
-    if asked is None or asked.max is None or asked.max <= max(1, asked.min or 0):
-        return []
-    return [f"replicas.max is not acted on: {max(1, asked.min or 0)} of its pods hold it, as replicas.min says"]
 
 
 def _assigned(assigned: Assigned, before: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -203,10 +203,7 @@ def _pool_verdict(
     if replicas == 0:
         return "ScaledToZero", "it is asked for no pods (spec.replicas: 0)", ""
     if ready >= replicas:
-        scale = pool.spec.autoscale
-        idle = scale is not None and scale.max > scale.min
-        fixed = "; autoscale.max is not acted on, there are autoscale.min: write replicas to scale it" if idle else ""
-        return "Serving", f"{ready} of {replicas} pods are ready{fixed}", ""
+        return "Serving", f"{ready} of {replicas} pods are ready", ""
     if problem is not None:
         refusal, stalled = problem
         return refusal.reason, refusal.message, "Stalled" if stalled else "Reconciling"
