@@ -102,7 +102,9 @@ class Installation:
         Args:
             spec: of the OmniPool, over what is needed here.
         """
-        pod = {"runtimeClassName": self.images.runtime_class} if self.images.runtime_class else {}
+        pod: dict[str, Any] = {"resources": {"cpu": 0.05}}  # several pools at once have to fit on a small machine
+        if self.images.runtime_class:
+            pod["runtimeClassName"] = self.images.runtime_class
         whole = {
             "device": {"type": "cpu", "memory": "256Mi"},
             "volumes": [{"name": VOLUME, "path": str(self.folder)}],

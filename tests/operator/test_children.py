@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from omnimodel.api import OmniPool
 from omnimodel.controllers.kubernetes_children import AgentSettings, build_stateful_set, differences
 
@@ -37,6 +39,21 @@ def test_where_things_come_from_makes_no_other_pods() -> None:
     """The agent reads it from its pool: pods are not replaced for it."""
     plain, named = pod_of(), pod_of(sources={"packageIndex": "https://packages.example.org/simple"})
     assert differences(plain, named) == differences(named, plain) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "requests"),
+    [
+        pytest.param({}, {"cpu": "500m"}, id="nothing is said"),
+        pytest.param({"device": {"type": "cuda", "count": 4}}, {"cpu": "2", "nvidia.com/gpu": "4"}, id="four devices"),
+        pytest.param({"pod": {"resources": {"cpu": 8}}}, {"cpu": "8"}, id="cores are said"),
+        pytest.param({"pod": {"resources": {"memory": "8Gi"}}}, {"cpu": "500m", "memory": "8Gi"}, id="memory is said"),
+    ],
+)
+def test_a_pod_is_sure_of_some_processor_time(spec: dict[str, Any], requests: dict[str, str]) -> None:
+    resources = pod_of(**spec)["containers"][0]["resources"]
+    assert resources["requests"] == requests
+    assert "cpu" not in resources.get("limits", {})
 
 
 def test_the_token_is_a_file_that_the_agent_is_told_of() -> None:

@@ -393,4 +393,7 @@ async def test_an_edit_of_the_pod_template_reaches_the_stateful_set_and_back(
 
     await until(lambda: spec().get("nodeSelector") == {"gpu": "l4"}, "it is there")
     await world.apply(pool("gpu", world.namespace))
-    await until(lambda: "nodeSelector" not in spec() and not spec()["containers"][0]["resources"], "it is taken out")
+    default = {"requests": {"cpu": "500m"}}
+    await until(
+        lambda: "nodeSelector" not in spec() and spec()["containers"][0]["resources"] == default, "it is taken out"
+    )

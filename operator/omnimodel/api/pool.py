@@ -106,7 +106,9 @@ class Volume(Part):
 class PodResources(Part):
     """Requests and limits of the pod itself."""
 
-    cpu: Cpu | None = Field(default=None, description="Cores.", examples=[8])
+    cpu: Cpu | None = Field(
+        default=None, description="Cores that a pod is sure of; half a one for each device when left out.", examples=[8]
+    )
     memory: Quantity | None = Field(default=None, description="Host memory.", examples=["32Gi"])
 
 

@@ -27,6 +27,7 @@ TOKEN_PATH = "/etc/omnimodel/token"  # noqa: S105 - a folder
 TOKEN_KEY = "token"  # noqa: S105 - of the Secret, and the name of the file
 DRAIN_SECONDS = 60
 GRACE_SECONDS = DRAIN_SECONDS + 30
+DEVICE_CORES = Fraction(1, 2)  # that a pod asks for, for each of its devices, unless its pool says how many
 MANAGED = {"app.kubernetes.io/managed-by": "omnimodel"}
 APPLIED = f"{GROUP}/applied"  # digest of what was applied: fields that are wanted no longer show by it alone
 
@@ -237,8 +238,9 @@ def _resources(pool: OmniPool) -> dict[str, Any]:
     asked = pool.spec.pod.resources if pool.spec.pod else None
     requests: dict[str, str] = {}
     limits: dict[str, str] = {}
-    if asked is not None and asked.cpu is not None:
-        requests["cpu"] = _cores(parse_cpu(asked.cpu))
+    # Without a request its processor time is what all others on the node leave.
+    cores = DEVICE_CORES * pool.spec.device.count if asked is None or asked.cpu is None else parse_cpu(asked.cpu)
+    requests["cpu"] = _cores(cores)
     if asked is not None and asked.memory is not None:
         requests["memory"] = limits["memory"] = _quantity(parse_bytes(asked.memory))
     if pool.spec.device.type == "cuda":
