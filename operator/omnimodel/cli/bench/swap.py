@@ -26,6 +26,7 @@ from omnimodel.memory.devices.host import HostDevice
 
 CHUNK_BYTES = 4 << 20
 CONNECTION_SECONDS = 20.0  # an idle connection has been closed by then
+TOKENIZING_TASKS = {"text-generation", "embeddings", "text-classification", "automatic-speech-recognition"}
 VOLATILE = {"id", "created", "system_fingerprint", "seconds", "timings"}  # of an answer, different each time
 
 
@@ -147,16 +148,20 @@ def _idle(report: Report, system: System) -> None:
     """Private memory of each model's process once it has answered and was evicted."""
     if not system.pid:
         return
-    found = []
+    found: dict[bool, list[float]] = {True: [], False: []}  # by whether it has a tokenizer
     for item in system.evictable():
         name, namespace = item["metadata"]["name"], item["metadata"].get("namespace", "default")
         system.ask(item)
         system.client.evict(namespace, name, 60.0)
         (entry,) = system.client.model(namespace, name)["status"]["residency"]
         if entry["pid"]:
-            found.append(psutil.Process(entry["pid"]).memory_full_info().uss / (1 << 20))
-            report.add(f"idle private memory {name}", found[-1], "MiB", note="after an answer and an evict")
-    report.add("idle private memory, median", median(found), "MiB", note=f"{len(found)} models")
+            private_mib = psutil.Process(entry["pid"]).memory_full_info().uss / (1 << 20)
+            found[item["spec"]["runtime"]["task"] in TOKENIZING_TASKS].append(private_mib)
+            report.add(f"idle private memory {name}", private_mib, "MiB", note="after an answer and an evict")
+    for with_tokenizer, every in found.items():
+        if every:
+            text = f"idle private memory, median {'with' if with_tokenizer else 'without'} a tokenizer"
+            report.add(text, median(every), "MiB", goal=None if with_tokenizer else 30.0, note=f"{len(every)} models")
 
 
 def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:
