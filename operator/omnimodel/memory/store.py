@@ -46,12 +46,14 @@ class ImageRef:
         path: its folder.
         digest: of image, index and assets together.
         bytes: length of the image.
+        store: that it is in, when that is not the agent's own (see `published`).
     """
 
     path: Path
     digest: str
     bytes: int
     index: Index
+    store: str = ""
 
     @property
     def image(self) -> Path:
@@ -329,7 +331,8 @@ def verify(ref: ImageRef, *, stop: threading.Event | None = None) -> None:
         ImageError: naming the frame or the asset that differs.
     """
     buffer = memoryview(bytearray(_VERIFY_CHUNK_BYTES))
-    with open(os.open(ref.image, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nobody waits at a pipe
+    with open(os.open(ref.image, flags), "rb", buffering=0) as file:
         for number, expected in enumerate(ref.index.frames):
             left_bytes = min(ref.index.frame_bytes, ref.bytes - number * ref.index.frame_bytes)
             digest = hashlib.sha256()
