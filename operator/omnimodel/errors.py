@@ -35,6 +35,8 @@ class Reason(StrEnum):
     DIGEST_MISMATCH = "DigestMismatch"
     BAD_ARTIFACT = "BadArtifact"
     DISK_FULL = "DiskFull"
+    STORE_UNAVAILABLE = "StoreUnavailable"
+    STORE_IN_USE = "StoreInUse"
     ENVIRONMENT_FAILED = "EnvironmentFailed"
     HANDLER_FAILED = "HandlerFailed"
     OUT_OF_MEMORY = "OutOfMemory"

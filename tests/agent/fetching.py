@@ -52,7 +52,11 @@ class SmallDisk:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
 
     def grow(self, megabytes: int) -> None:
-        subprocess.run(["mount", "-o", f"remount,size={megabytes}m", str(self.path)], check=True)
+        self.mount(f"size={megabytes}m")
+
+    def mount(self, option: str) -> None:
+        """Mount it again, in another way: `ro`, `rw`."""
+        subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], check=True)
 
     def close(self) -> None:
         subprocess.run(["umount", str(self.path)], check=True)

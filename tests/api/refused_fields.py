@@ -229,7 +229,7 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         "pool unknown",
         {"gpu": 1},
         [
-            "gpu: is an unknown field; possible are replicas, device, hostMemory, overcommit, isolation, location, volumes, pod, autoscale, updateStrategy, sources"
+            "gpu: is an unknown field; possible are replicas, device, hostMemory, overcommit, isolation, location, volumes, pod, autoscale, updateStrategy, sources, store"
         ],
     ),
     (

@@ -297,4 +297,38 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"volumes": [{"name": "a", "path": "/etc"}]},
         ["volumes[0].path: '/etc': is a folder of the system; write one such as /srv/models"],
     ),
+    (
+        "store two",
+        {"store": {"path": "/x", "volumeClaimTemplate": {"size": "1Gi"}}},
+        [
+            "store: needs at most one of volumeClaimTemplate, persistentVolumeClaim and path; keep one: it is where this pool's pods write"
+        ],
+    ),
+    (
+        "store root",
+        {"store": {"path": "/"}},
+        ["store.path: '/': is a folder of the system; write one such as /srv/models"],
+    ),
+    (
+        "store without size",
+        {"store": {"volumeClaimTemplate": {"storageClassName": "fast"}}},
+        ["store.volumeClaimTemplate.size: is missing; write size: 100Gi"],
+    ),
+    (
+        "published nowhere",
+        {"store": {"published": [{"name": "a"}]}},
+        [
+            "store.published[0]: needs exactly one of path, persistentVolumeClaim and image; write path: /srv/catalogue, for example, or persistentVolumeClaim: {claimName: catalogue}"
+        ],
+    ),
+    (
+        "published twice",
+        {"store": {"published": [{"name": "a", "path": "/x"}, {"name": "a", "path": "/y"}]}},
+        ["store.published[1].name: 'a': is there twice; give each store a name of its own"],
+    ),
+    (
+        "published writable",
+        {"store": {"published": [{"name": "a", "path": "/x", "readOnly": False}]}},
+        ["store.published[0].readOnly: is an unknown field; did you mean spec.volumes.readOnly?"],
+    ),
 ]

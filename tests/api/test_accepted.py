@@ -81,6 +81,9 @@ POOLS: list[tuple[str, dict[str, Any]]] = [
     ("a budget and a frame", {"device": {"memory": "512Mi", "frameSize": "16Mi"}, "hostMemory": "50%"}),
     ("limits and isolation", {"overcommit": {"limit": 8}, "isolation": {"level": "namespaces"}}),
     ("volumes", {"volumes": [{"name": "models", "path": "/srv/models"}, {"name": "hub", "persistentVolumeClaim": {"claimName": "hub"}}]}),
+    ("a claim for each store", {"store": {"volumeClaimTemplate": {"size": "100Gi", "storageClassName": "fast"}}}),
+    ("stores", {"store": {"persistentVolumeClaim": {"claimName": "stores"}, "published": [{"name": "a", "persistentVolumeClaim": {"claimName": "a"}}, {"name": "b", "image": {"reference": "registry.example.org/catalogue:1"}}, {"name": "c", "path": "/srv/c"}]}}),
+    ("a folder for stores", {"store": {"path": "/srv/omnimodel"}}),
     ("pods", {"replicas": 2, "pod": {"nodeSelector": {"gpu": "l4"}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}], "resources": {"cpu": 0.5, "memory": "8Gi"}}}),
     ("where things come from", {"sources": {"packageIndex": "http://10.0.0.1:3141/simple", "extraPackageIndexes": ["https://wheels.example.org/simple"], "hubEndpoint": "https://hub.example.org", "proxy": {"https": "http://proxy.example.org:3128", "noProxy": [".example.org", "10.0.0.0/8"]}, "certificates": {"configMapKeyRef": {"name": "authorities", "key": "ca.crt"}}, "netrc": {"secretKeyRef": {"name": "fetching", "key": "netrc"}}, "hubToken": {"secretKeyRef": {"name": "fetching", "key": "token"}}}}),
 ]  # fmt: skip

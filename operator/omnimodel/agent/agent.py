@@ -18,6 +18,7 @@ from omnimodel.agent.confinement import serving_request
 from omnimodel.agent.events import EventLog
 from omnimodel.agent.ingress import Ingress
 from omnimodel.agent.instance import Instance
+from omnimodel.agent.kept import FOLDER_VARIABLE, KeptLock, Room, kept_folder, published_folders
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
 from omnimodel.agent.model import Model
@@ -61,6 +62,8 @@ class Agent:
         self._preparation: Preparation | None = None
         self._machine: Machine | None = None
         self._opened: Supply | None = None  # what the device was opened with
+        self._kept: KeptLock | None = None  # where the state directory is not what is kept
+        self._published: Mapping[str, Path] = {}
         self._pool: OmniPool | None = None
         self._models: dict[str, Model] = {}
         self._specs: dict[str, dict[str, Any]] = {}  # as applied last
@@ -69,6 +72,7 @@ class Agent:
         self._revisions = itertools.count(1)
         self._changed = asyncio.Event()
         self._refusal: OmniError | None = None
+        self._doubted: set[str] = set()
         self._note = ""  # what of the pool's spec has no effect now
         self._stopping: asyncio.Task[None] | None = None
         self._draining: asyncio.Timeout | None = None
@@ -124,6 +128,8 @@ class Agent:
             await memory.arena.close()
             await memory.frames.close()
             await asyncio.to_thread(memory.device.close)
+        if self._kept is not None:
+            self._kept.close()
 
     # What controllers ask
 
@@ -155,29 +161,49 @@ class Agent:
 
     def _serve(self, pool: OmniPool) -> None:
         assert self._spawner is not None
-        if self._pool is not None and self._pool.spec == pool.spec:
+        if self._broker is not None and self._pool is not None and self._pool.spec == pool.spec:
             return
         self._machine = self._machine or Machine.now()  # later, what is held would count as missing
         found = supply(pool, self._machine)
         refusal = self._too_weak(pool, self._spawner.reached)
         if self._broker is None or self._opened is None:
-            self._open(found, self._spawner)
+            try:
+                self._open(pool, found, self._spawner)
+            except OmniError as error:
+                self._pool, self._refusal = pool, error
+                self._tell_change()
+                raise
         else:
             self._broker.resize(found.budget_bytes, found.host_bytes)
         self._pool, self._refusal = pool, refusal
-        note = _without_effect(pool, found, self._opened or found)
+        note = "; ".join([*_without_effect(pool, found, self._opened or found), *self._stores_without_effect(pool)])
         if note and note != self._note:
             self.events.add("OmniPool", "", pool.metadata.name, "WithoutEffect", note, warning=True)
         self._note = note
 
-    def _open(self, found: Supply, spawner: Spawner) -> None:
+    def _open(self, pool: OmniPool, found: Supply, spawner: Spawner) -> None:
         """Open the device, and begin to decide about it; when that fails, nothing has changed.
 
         Raises:
             OmniError: the device does not give what the pool asks for, or the store cannot be opened.
         """
-        preparation = Preparation(self.layout, spawner, found.device, found.frame_bytes, found.threads)
-        device = open_device(found.device, found.frame_bytes)
+        kept = kept_folder(pool, self.layout.root)
+        with contextlib.ExitStack() as undo:
+            lock = undo.enter_context(KeptLock(pool.subject, kept)) if kept != self.layout.root else None
+            layout = Layout(self.layout.root, kept if lock else None)
+            published = published_folders(pool)
+            preparation = Preparation(
+                layout,
+                spawner,
+                found.device,
+                found.frame_bytes,
+                found.threads,
+                published=published,
+                doubt=self._doubt_published,
+            )
+            device = open_device(found.device, found.frame_bytes)
+            undo.pop_all()
+        self.layout, self._kept, self._published = layout, lock, published
         ledger = Ledger(found.budget_bytes, found.host_bytes, found.frame_bytes)
         frames = FramePool(device, ledger.device)
         self._broker = Broker(
@@ -194,6 +220,27 @@ class Agent:
         )
         self._preparation, self._opened = preparation, found
         self._broker.start()
+
+    def _doubt_published(self, error: OmniError) -> None:
+        """Say once that something in a store of others cannot be used."""
+        if str(error) not in self._doubted:
+            self._doubted.add(str(error))
+            name = self._pool.metadata.name if self._pool else ""
+            self.events.add("OmniPool", "", name, str(error.reason), str(error), warning=True)
+
+    def _stores_without_effect(self, pool: OmniPool) -> list[str]:
+        """What the pool says of stores that this agent does not do, or not yet."""
+        notes = []
+        if kept_folder(pool, self.layout.root) != self.layout.kept:
+            notes.append(f"store takes effect when the agent is started again; until then it is {self.layout.kept}")
+        elif FOLDER_VARIABLE not in os.environ and pool.spec.store is not None and pool.spec.store.of_a_cluster:
+            notes.append(f"claims of store have no effect on one machine: the store is {self.layout.kept}")
+        if published_folders(pool) != self._published:
+            notes.append("store.published takes effect when the agent is started again")
+        missing = [f"{name} ({folder})" for name, folder in self._published.items() if not folder.is_dir()]
+        if missing:
+            notes.append(f"store.published: there is no {', '.join(missing)}: what it should have is published anew")
+        return notes
 
     @staticmethod
     def _too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
@@ -330,8 +377,11 @@ class Agent:
                 pool=name, node=self._node, device="", budget_bytes=0, resident_bytes=0, promised_bytes=0,
                 working_bytes=0, free_bytes=0, host_budget_bytes=0, host_bytes=0, arena_bytes=0, footprint_bytes=0,
                 isolation_level=level, isolation_missing=missing, ready=False,
+                reason=str(self._refusal.reason) if self._refusal else "",
+                message=str(self._refusal) if self._refusal else "",
             )  # fmt: skip
         account = broker.memory.ledger.snapshot()
+        room = self._preparation.room if self._preparation else Room()
         footprint_bytes = sum(
             model.serving.weights_bytes + model.serving.working_bytes
             for model in self._models.values()
@@ -355,6 +405,9 @@ class Agent:
             ready=self._refusal is None,
             reason=str(self._refusal.reason) if self._refusal else "",
             message=str(self._refusal) if self._refusal else self._note,
+            store_path=str(self.layout.kept),
+            store_bytes=room.capacity_bytes,
+            store_free_bytes=room.free_bytes,
         )
 
     async def wait_changed(self) -> None:
@@ -367,8 +420,8 @@ class Agent:
         self._changed.set()
 
 
-def _without_effect(pool: OmniPool, found: Supply, opened: Supply) -> str:
-    """What a pool asks for and this agent does not do, as a sentence; empty when it does all."""
+def _without_effect(pool: OmniPool, found: Supply, opened: Supply) -> list[str]:
+    """What a pool asks for and this agent does not do, in sentences."""
     notes = []
     if found.frame_bytes != opened.frame_bytes:
         notes.append(
@@ -377,7 +430,7 @@ def _without_effect(pool: OmniPool, found: Supply, opened: Supply) -> str:
         )
     if opened.device == "host" and (pool.spec.device.count or 1) > 1:
         notes.append(f"device.count {pool.spec.device.count} has no effect: the memory of a machine is one device")
-    return "; ".join(notes)
+    return notes
 
 
 def _unknown(name: str) -> DispatchError:

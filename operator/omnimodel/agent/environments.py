@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 import sysconfig
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from omnimodel.agent.shared import SharedWork
 from omnimodel.agent.stored import Stored, touch, tree_bytes, used_seconds
 from omnimodel.errors import OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
+from omnimodel.memory.published import read_plain
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ _NOT_CACHED = re.compile(r"network (connectivity )?(is|was) disabled", re.IGNORE
 _LOCK_SECONDS = 0.1
 _NO_WHEEL = re.compile(r"no wheels|no usable wheels|building from source is disabled", re.IGNORECASE)
 _MARKER = "environment.json"
+_MARKER_BYTES = 1 << 20
 _SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 
@@ -54,11 +57,22 @@ class Environments:
     Args:
         root: made when it is not there.
         origins: where to fetch from; as the environment says when left out.
+        published: folders of such overlays that others filled; they are looked into first, and only read.
+        doubt: hears what is wrong in one of them.
     """
 
-    def __init__(self, root: Path, origins: Origins | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        origins: Origins | None = None,
+        published: Sequence[Path] = (),
+        doubt: Callable[[OmniError], None] = lambda _error: None,
+    ) -> None:
         self.root = root
         self.origins = origins or Origins()
+        self._published = published
+        self._doubt = doubt
+        self._verified: set[Path] = set()  # published ones whose every byte was read since this agent began
         self._work: SharedWork[Progress] = SharedWork()
 
     async def build(
@@ -92,6 +106,9 @@ class Environments:
                 )
         base = await asyncio.to_thread(installed)
         key = _key(requirements, base)
+        found = await asyncio.to_thread(self._found_published, key)
+        if found is not None:
+            return found
         folder = self.root / key
         if await asyncio.to_thread((folder / _MARKER).is_file):
             await asyncio.to_thread(touch, folder / _MARKER)
@@ -100,6 +117,30 @@ class Environments:
         return await self._work.run(
             key, lambda listeners: self._build(subject, requirements, base, folder, listeners, build), progress
         )
+
+    def _found_published(self, key: str) -> Path | None:
+        """An environment that others built; one that is not as it was built is left where it is, and told."""
+        for root in self._published:
+            packages = root / key / "packages"
+            if packages in self._verified:
+                return packages
+            try:
+                marker = json.loads(read_plain(root / key / _MARKER, _MARKER_BYTES))
+                if marker["digest"] != tree_digest(packages):
+                    raise ValueError("its files are not those that were built")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                log.warning("published_environment_damaged folder=%s problem=%r", packages, str(error))
+                told = str(error) if isinstance(error, ValueError) else "it cannot be read"
+                cure = "publish the model there again; until then it is built into the agent's own store"
+                self._doubt(
+                    OmniError(f"environment {root / key}", f"cannot be used: {told}", cure, reason=Reason.BAD_ARTIFACT)
+                )
+                continue
+            self._verified.add(packages)
+            return packages
+        return None
 
     async def _build(
         self,
@@ -306,11 +347,42 @@ def _keep(staging: Path, folder: Path, marker: Mapping[str, object]) -> None:
     for made in staging.iterdir():
         if made.name != "packages":
             made.unlink()
-    write_atomically(staging / _MARKER, json.dumps(marker).encode())
+    digest = tree_digest(staging / "packages")
+    write_atomically(staging / _MARKER, json.dumps({**marker, "digest": digest}).encode())
     sync_tree(staging)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(staging, folder)
     sync_folder(folder.parent)
+
+
+def tree_digest(folder: Path) -> str:
+    """SHA-256 over the paths and bytes of all files below a folder.
+
+    Raises:
+        ValueError: there is something that is neither file nor folder.
+        OSError: it cannot be read.
+    """
+    found = hashlib.sha256()
+    waiting = [folder]
+    files = []
+    while waiting:
+        place = waiting.pop()
+        if not stat.S_ISDIR(os.lstat(place).st_mode):
+            raise ValueError(f"{place} is no folder")
+        for path in place.iterdir():
+            mode = os.lstat(path).st_mode
+            if stat.S_ISDIR(mode):
+                waiting.append(path)
+            elif stat.S_ISREG(mode):
+                files.append(path)
+            else:
+                raise ValueError(f"{path} is neither file nor folder")
+    for path in sorted(files):
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags), "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        found.update(json.dumps([path.relative_to(folder).as_posix(), content]).encode())
+    return found.hexdigest()
 
 
 @asynccontextmanager

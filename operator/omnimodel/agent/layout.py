@@ -1,4 +1,4 @@
-"""Where an agent keeps its state: one directory, every path of it named here."""
+"""Where an agent keeps its state, every path of it named here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnimodel.agent.origins import FOLDER_VARIABLE
+from omnimodel.memory.disk import disk_errors
 
 
 @dataclass(frozen=True)
@@ -15,24 +16,31 @@ class Layout:
 
     Args:
         root: the directory itself.
+        volume: for what is worth keeping for another agent, where that is not the state directory.
     """
 
     root: Path
+    volume: Path | None = None
+
+    @property
+    def kept(self) -> Path:
+        """Images, sources, environments and footprints: all that the next agent would have to make anew."""
+        return self.volume or self.root
 
     @property
     def store(self) -> Path:
         """Published images."""
-        return self.root / "store"
+        return self.kept / "store"
 
     @property
     def sources(self) -> Path:
         """Fetched sources: wheels, files, snapshots."""
-        return self.root / "sources"
+        return self.kept / "sources"
 
     @property
     def environments(self) -> Path:
         """Built environments, a folder each."""
-        return self.root / "environments"
+        return self.kept / "environments"
 
     @property
     def run(self) -> Path:
@@ -52,7 +60,7 @@ class Layout:
     @property
     def footprints(self) -> Path:
         """Measured footprints, a file for each publish hash."""
-        return self.root / "footprints"
+        return self.kept / "footprints"
 
     @property
     def origins(self) -> Path:
@@ -64,6 +72,12 @@ class Layout:
         return self.logs / f"{namespace}.{name}.log"
 
     def make(self) -> None:
-        """Make every directory. What models' users may enter is decided where it is made: `run`, images, packages."""
-        for path in (self.store, self.sources, self.environments, self.run, self.logs, self.journal, self.footprints):
+        """Make every directory of one agent. What models' users may enter is decided where it is made."""
+        for path in (self.run, self.logs, self.journal):
             path.mkdir(parents=True, exist_ok=True)
+
+    def make_kept(self) -> None:
+        """Make every directory of what is kept."""
+        with disk_errors(str(self.kept)):
+            for path in (self.store, self.sources, self.environments, self.footprints):
+                path.mkdir(parents=True, exist_ok=True)

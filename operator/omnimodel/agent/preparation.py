@@ -18,16 +18,18 @@ from omnimodel.agent.building import Builder
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
 from omnimodel.agent.housekeeping import Housekeeping
+from omnimodel.agent.kept import Room
+from omnimodel.agent.layout import Layout
 from omnimodel.agent.origins import Origins
 from omnimodel.agent.sources import Sources
 from omnimodel.agent.stored import tree_bytes
 from omnimodel.errors import ImageError, OmniError, Reason, SourceError
 from omnimodel.memory.disk import write_atomically
+from omnimodel.memory.published import PublishedImages
 from omnimodel.memory.store import Staging, Store, verify
 from omnimodel.protocol.process import Publish
 
 if TYPE_CHECKING:
-    from omnimodel.agent.layout import Layout
     from omnimodel.agent.process import ModelProcess
     from omnimodel.agent.spawner import Spawner
     from omnimodel.memory.store import ImageRef
@@ -110,10 +112,26 @@ class Preparation:
         spawner: makes the processes that publish.
         device: `host` or `cuda:0`, and the size of its frames.
         threads: of one forward pass when the manifest leaves it to the machine.
+        published: folders that others filled, by name; they are looked into first, and only read.
+        auto_dtype: that `auto` stands for; as this machine computes when it is empty.
+        doubt: hears what is wrong in one of them; its image is then published anew, here.
     """
 
-    def __init__(self, layout: Layout, spawner: Spawner, device: str, frame_bytes: int, threads: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        spawner: Spawner,
+        device: str,
+        frame_bytes: int,
+        threads: int,
+        *,
+        published: Mapping[str, Path] | None = None,
+        auto_dtype: str = "",
+        doubt: Callable[[OmniError], None] = lambda _error: None,
+    ) -> None:
+        layout.make_kept()
         self.store = Store(layout.store)
+        self.room = Room.of(layout.kept)
         self._layout = layout
         self._spawner = spawner
         self._device = device
@@ -121,11 +139,17 @@ class Preparation:
         self._threads = threads
         self.origins = Origins(layout.origins)
         self._sources = Sources(layout.sources, self.origins)
-        self._environments = Environments(layout.environments, self.origins)
-        self.housekeeping = Housekeeping(layout.root, self.store, self._sources, self._environments)
+        others = published or {}
+        self._published = [PublishedImages(name, Layout(folder).store) for name, folder in others.items()]
+        self._environments = Environments(
+            layout.environments, self.origins, [Layout(folder).environments for folder in others.values()], doubt
+        )
+        self._auto_dtype = auto_dtype
+        self._doubt = doubt
+        self.housekeeping = Housekeeping(layout.kept, self.store, self._sources, self._environments)
         self._builder = Builder(layout, spawner)
         self._publishing = asyncio.Lock()
-        self._verified: set[str] = set()  # digests of images whose every byte was read since this agent began
+        self._verified: set[Path] = set()  # folders of images whose every byte was read since this agent began
         self._numbers = itertools.count(1)
 
     async def prepare(self, subject: str, spec: dict[str, Any], report: Report) -> Prepared:
@@ -153,8 +177,8 @@ class Preparation:
             if spec.get("source"):
                 source = await self._fetch(subject, spec, report)
         else:
-            dtype = resolve_dtype(spec["dtype"])
-            image = await self._stored(image_key(spec, dtype))
+            dtype = resolve_dtype(spec["dtype"], self._auto_dtype)
+            image = await self._found(image_key(spec, dtype))
             if image is None:
                 source = await self._fetch(subject, spec, report)
                 if self._publishing.locked():
@@ -167,6 +191,7 @@ class Preparation:
                 source = None
             if any(mount.get("source") is True for mount in spec["mounts"]):
                 source = await self._fetch(subject, spec, report)
+        self.room = await asyncio.to_thread(Room.of, self._layout.kept)
         threads = spec["threads"] or self._threads
         return Prepared(image, source, environment, self._frame_bytes, self._device, threads)
 
@@ -182,7 +207,11 @@ class Preparation:
 
     def distrust(self, digest: str) -> None:
         """Read every byte of an image again before its next use."""
-        self._verified.discard(digest)
+        self._verified = {folder for folder in self._verified if folder.name != digest}
+
+    async def forget_source(self, spec: Mapping[str, Any]) -> None:
+        """Remove what a model was published from."""
+        await asyncio.to_thread(self._sources.remove, self._sources.key(spec["source"]))
 
     async def _fetch(self, subject: str, spec: dict[str, Any], report: Report) -> Path:
         report("fetching", -1.0)
@@ -227,13 +256,21 @@ class Preparation:
                 await process.released
             what = f"{subject.removeprefix('OmniModel ')} ({dtype})"
             image = await _to_its_end(self.store.commit, staging, key, what)
-        self._verified.add(image.digest)
+        self._verified.add(image.path)
         return image
+
+    async def _found(self, key: str) -> ImageRef | None:
+        """The image with a key: in a store of others, else in the agent's own."""
+        for published in self._published:
+            image = await self._found_published(published, key)
+            if image is not None:
+                return image
+        return await self._stored(key)
 
     async def _stored(self, key: str) -> ImageRef | None:
         """The image with a key; at its first use every byte is checked, and a damaged one is thrown away."""
         image = await asyncio.to_thread(self.store.lookup, key)
-        if image is None or image.digest in self._verified:
+        if image is None or image.path in self._verified:
             return image
         try:
             await asyncio.to_thread(verify, image)
@@ -241,7 +278,26 @@ class Preparation:
             log.warning("image_damaged key=%s digest=%s problem=%r", key, image.digest, str(error))
             await asyncio.to_thread(self.store.discard, image.digest)
             return None
-        self._verified.add(image.digest)
+        self._verified.add(image.path)
+        return image
+
+    async def _found_published(self, store: PublishedImages, key: str) -> ImageRef | None:
+        """The image with a key in a store of others; a damaged one is left where it is, and told."""
+        try:
+            image = await asyncio.to_thread(store.lookup, key)
+            if image is not None and image.path not in self._verified:
+                await asyncio.to_thread(verify, image)
+                self._verified.add(image.path)
+        except (ImageError, OSError) as error:
+            log.warning("published_image_damaged store=%s key=%s problem=%r", store.name, key, str(error))
+            self._doubt(
+                ImageError(
+                    f"store {store.name}",
+                    f"an image in it cannot be used ({error})",
+                    "publish the model there again; until then it is published into the agent's own store",
+                )
+            )
+            return None
         return image
 
 
@@ -291,14 +347,14 @@ def image_key(spec: Mapping[str, Any], dtype: str) -> str:
     return f"{spec['publishHash'][:40]}-{dtype}"
 
 
-def resolve_dtype(dtype: str) -> str:
-    """The dtype that `auto` means on this machine.
+def resolve_dtype(dtype: str, auto: str = "") -> str:
+    """The dtype that `auto` means: what is said here, else what suits this machine.
 
     bfloat16 where the processor computes in it (avx512_bf16 or amx_bf16), else float32: with AVX2 alone, a bfloat16
     prefill is 3.7 times slower. Source: measured, docs/memory.md.
     """
-    if dtype != "auto":
-        return dtype
+    if dtype != "auto" or auto:
+        return auto if dtype == "auto" else dtype
     with suppress(OSError):
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
         if "avx512_bf16" in flags or "amx_bf16" in flags:

@@ -61,6 +61,7 @@ def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
         last_wake_seconds=instance.last_wake_seconds,
         last_request_seconds=instance.last_request_seconds,
         since_seconds=instance.since_seconds,
+        store=instance.prepared.image.store if instance.prepared and instance.prepared.image else "",
         inputs=tensors(instance, "inputs"),
         outputs=tensors(instance, "outputs"),
         process=_process(instance),

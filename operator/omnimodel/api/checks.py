@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from omnimodel.api.meta import Violation
 from omnimodel.api.model import OmniModel
@@ -83,10 +83,14 @@ def _handler_violations(model: OmniModel) -> Iterator[Violation]:
 
 def pool_violations(pool: OmniPool) -> Iterator[Violation]:
     """What a pool says that its fields one by one cannot show to be wrong."""
+    published = pool.spec.store.published if pool.spec.store is not None else []
+    yield from _name_violations(("spec", "volumes"), "volume", [volume.name for volume in pool.spec.volumes])
+    yield from _name_violations(("spec", "store", "published"), "store", [store.name for store in published])
+
+
+def _name_violations(path: Path, what: str, names: Sequence[str]) -> Iterator[Violation]:
     seen: set[str] = set()
-    for index, volume in enumerate(pool.spec.volumes):
-        if volume.name in seen:
-            yield Violation(
-                ("spec", "volumes", index, "name"), "is there twice", "give each volume a name of its own", volume.name
-            )
-        seen.add(volume.name)
+    for index, name in enumerate(names):
+        if name in seen:
+            yield Violation((*path, index, "name"), "is there twice", f"give each {what} a name of its own", name)
+        seen.add(name)

@@ -34,7 +34,11 @@ MAX_PROPERTIES = 256
 _PRESERVE = {"x-kubernetes-preserve-unknown-fields": True}
 _SHORT_NAMES = {OmniModel: ["om"], OmniPool: ["opool"], OmniProcess: ["oproc"]}
 # Lists that are maps: entries are merged by key, and a second one of the same key is refused.
-_LIST_KEYS = {"conditions": "type", "residency": "pod", "pods": "pod", "mounts": "name", "volumes": "name"}
+_LIST_KEYS = {
+    "conditions": "type",
+    **dict.fromkeys(("residency", "pods"), "pod"),
+    **dict.fromkeys(("mounts", "volumes", "published"), "name"),
+}
 _READY = '.status.conditions[?(@.type=="Ready")].status'
 
 Columns = list[tuple[str, str, str, int]]  # name, type, path, priority

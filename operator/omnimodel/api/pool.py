@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,8 +9,8 @@ from pydantic import Field
 from omnimodel.api.amounts import Cpu, PoolQuantity, Quantity
 from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, refusal, whole
 from omnimodel.api.meta import LabelMap, Part, Resource, Rule
-from omnimodel.api.mounts import SYSTEM_PATHS, SYSTEM_PATTERN
 from omnimodel.api.pool_sources import PoolSources
+from omnimodel.api.pool_store import SYSTEM_FOLDER, ClaimVolume, PoolStore
 from omnimodel.api.references import ObjectName
 from omnimodel.api.status import PoolStatus
 
@@ -65,16 +64,6 @@ class Location(Part):
     zone: Annotated[str, plain(63)] | None = Field(default=None, description="Zone.", examples=["eu-west-1a"])
 
 
-class ClaimVolume(Part):
-    """A persistent volume claim of the pool's namespace."""
-
-    claim_name: ObjectName = Field(description="Name of the claim.", examples=["models"])
-
-
-def _is_own_folder(path: str | None) -> bool:
-    return path is None or posixpath.normpath(f"/{path.lstrip('/')}") not in {"/", *SYSTEM_PATHS}
-
-
 class Volume(Part):
     """A volume that models may use in source and mounts."""
 
@@ -91,15 +80,7 @@ class Volume(Part):
             "needs exactly one of path and persistentVolumeClaim",
             "write path: /srv/models, or persistentVolumeClaim: {claimName: models}",
         ),
-        Rule(
-            f"!has(self.path) || !self.path.matches('^/+([.]?/+)*({SYSTEM_PATTERN})?/*$')",
-            lambda self: (
-                self.path is None or posixpath.normpath(f"/{self.path.lstrip('/')}") not in ("/", *SYSTEM_PATHS)
-            ),
-            "is a folder of the system",
-            "write one such as /srv/models",
-            "path",
-        ),
+        SYSTEM_FOLDER,
     )
 
 
@@ -232,7 +213,23 @@ class PoolSpec(Part):
         description="Where packages, models and files are fetched from; as the agent's environment says when left out.",
         examples=[{"packageIndex": "https://packages.example.org/simple"}],
     )
+    store: PoolStore | None = Field(
+        default=None,
+        description="Where images and environments are kept; in the pod, and gone with it, when left out. On one "
+        "machine in the state directory.",
+        examples=[{"volumeClaimTemplate": {"size": "100Gi"}}],
+    )
     rules = (
+        Rule(
+            "has(self.store) && has(self.store.volumeClaimTemplate)"
+            " ? has(oldSelf.store) && has(oldSelf.store.volumeClaimTemplate)"
+            " && self.store.volumeClaimTemplate == oldSelf.store.volumeClaimTemplate"
+            " : !(has(oldSelf.store) && has(oldSelf.store.volumeClaimTemplate))",
+            None,
+            "store.volumeClaimTemplate cannot be changed: the claims of pods are made with the pool",
+            "make a pool of another name with it, name that in spec.pool of the models, and delete this one",
+            "store",
+        ),
         Rule(
             "!(has(self.replicas) && has(self.autoscale))",
             lambda self: self.replicas is None or self.autoscale is None,

@@ -61,6 +61,11 @@ class ResidencyEntry(Observed):
     message: Annotated[str, plain(4096)] = Field(
         default="", description="Why it is there, one sentence.", examples=["made room"]
     )
+    store: Annotated[str, plain(63)] = Field(
+        default="",
+        description="Published store that its image comes from; empty for the pod's own.",
+        examples=["catalogue"],
+    )
 
 
 class Footprint(Observed):
@@ -127,6 +132,16 @@ class IsolationStatus(Observed):
     )
 
 
+class StoreStatus(Observed):
+    """The store that is written, when something was last written there."""
+
+    path: Annotated[str, plain(4096)] = Field(
+        default="", description="Its folder.", examples=["/var/lib/omnimodel-store"]
+    )
+    capacity_bytes: ByteCount = Field(default=0, description="Size of its volume.", examples=[107374182400])
+    free_bytes: ByteCount = Field(default=0, description="What is free of it.", examples=[53687091200])
+
+
 class PodEntry(Observed):
     """One pod's word on its device; only that pod's agent writes it."""
 
@@ -146,6 +161,9 @@ class PodEntry(Observed):
     arena_bytes: ByteCount = Field(default=0, description="Of it, the images that wait.", examples=[805306368])
     isolation: IsolationStatus | None = Field(
         default=None, description="The isolation it reached.", examples=[{"level": "namespaces"}]
+    )
+    store: StoreStatus | None = Field(
+        default=None, description="Its store.", examples=[{"path": "/var/lib/omnimodel-store"}]
     )
     images: list[Annotated[str, plain(128)]] = Field(
         default_factory=list, max_length=1000, description="Images in its store, by publish hash.", examples=[["3fb0"]]
@@ -188,6 +206,11 @@ class PoolStatus(Observed):
     )
     isolation: IsolationStatus | None = Field(
         default=None, description="The isolation reached.", examples=[{"level": "namespaces"}]
+    )
+    store: StoreStatus | None = Field(
+        default=None,
+        description="The stores of all pods, bytes in sum.",
+        examples=[{"path": "/var/lib/omnimodel-store"}],
     )
     pods: list[PodEntry] = Field(
         default_factory=list,

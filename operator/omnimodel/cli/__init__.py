@@ -28,6 +28,7 @@ COMMANDS = {
     "top": ("omnimodel.cli.top", "Watch models and memory, live."),
     "validate": ("omnimodel.cli.manifests:validate", "Check manifests without running anything."),
     "plan": ("omnimodel.cli.plan", "Show what would be placed where, without starting anything."),
+    "publish": ("omnimodel.cli.publish", "Publish models into a store, for pools without a way out."),
     "operator": ("omnimodel.cli.operator", "Reconcile the models and pools of a cluster."),
     "agent": ("omnimodel.cli.agent", "Serve a pool's models in a pod of a cluster."),
     "gateway": ("omnimodel.cli.gateway", "Answer requests by the agents of other pods or machines."),

@@ -103,7 +103,6 @@ async def serve(options: Options) -> None:
         OmniError: the state directory or the address is in use, or there is no way to a cluster.
     """
     from omnimodel.agent.agent import Agent
-    from omnimodel.agent.layout import Layout
     from omnimodel.controllers.agent_kubernetes import PodController
     from omnimodel.controllers.agent_kubernetes_admin import PodAdmin
     from omnimodel.controllers.local_state import StateLock
@@ -121,14 +120,13 @@ async def serve(options: Options) -> None:
         async with await Kube.connect(options.kubeconfig, component="agent") as kube:
             agent = Agent(options.state_dir)
             await agent.start()
-            store = Layout(options.state_dir).store
             controller = PodController(
                 kube,
                 agent,
                 options.pod,
                 options.state_dir,
                 namespaces=options.namespaces,
-                images=lambda: images_in(store),
+                images=lambda: images_in(agent.layout.store),  # which the pool says
             )
             app = create_app(
                 agent,

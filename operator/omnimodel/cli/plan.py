@@ -83,11 +83,12 @@ def _budget_bytes(pool: OmniPool) -> int:
 
 def _known_sizes(desired: Desired, state_dir: Path) -> dict[str, int]:
     """Footprints that were measured on this state directory, by `namespace/name@generation`."""
+    from omnimodel.agent.kept import kept_folder
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.preparation import Footprint, image_key, resolve_dtype
     from omnimodel.memory.store import Store
 
-    layout = Layout(state_dir)
+    layout = Layout(state_dir, kept_folder(desired.pool, state_dir))
     if not layout.store.is_dir():
         return {}
     store = Store(layout.store)

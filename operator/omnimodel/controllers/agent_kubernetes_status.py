@@ -86,7 +86,7 @@ def transition(report: ModelReport) -> tuple[object, ...] | None:
     message = "" if report.ready else report.message
     return (
         report.tier, report.ready, phase, report.generation, report.reason, message, report.device_bytes,
-        report.weights_bytes, report.working_bytes,
+        report.weights_bytes, report.working_bytes, report.store,
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def pool_transition(report: PoolReport, images: Sequence[str]) -> tuple[object, 
     """What has to change before the pool's entry is written anew at once."""
     return (
         report.ready, report.reason, report.message, report.device, report.budget_bytes, report.host_budget_bytes,
-        report.footprint_bytes, report.isolation_level, report.isolation_missing, tuple(images),
+        report.footprint_bytes, report.isolation_level, report.isolation_missing, report.store_path, tuple(images),
     )  # fmt: skip
 
 

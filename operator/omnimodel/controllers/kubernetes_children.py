@@ -15,12 +15,15 @@ from typing import Any
 
 from omnimodel.api import GROUP, OmniPool
 from omnimodel.api.meta import API_VERSION
+from omnimodel.api.pool_store import PoolStore, PublishedStore
 from omnimodel.kube import DISRUPTION_BUDGETS, SERVICES, STATEFUL_SETS, Kind
 from omnimodel.quantity import parse_bytes, parse_cpu
 from omnimodel.render import references_of_sources
 
 PORT = 8710
 STATE_PATH = "/var/lib/omnimodel"
+STORE_PATH = "/var/lib/omnimodel-store"
+STORE_VOLUME = "store"
 VOLUMES_PATH = "/volumes"
 SOURCES_PATH = "/etc/omnimodel/sources"
 TOKEN_PATH = "/etc/omnimodel/token"  # noqa: S105 - a folder
@@ -117,6 +120,8 @@ def build_stateful_set(pool: OmniPool, settings: AgentSettings, replicas: int) -
         "selector": {"matchLabels": selector_of(pool)},
         "template": {"metadata": {"labels": {**selector_of(pool), **MANAGED}}, "spec": _pod_spec(pool, settings)},
     }
+    if claims := _claim_templates(pool):
+        spec["volumeClaimTemplates"] = claims
     return Child(STATEFUL_SETS, _body(pool, spec))
 
 
@@ -131,6 +136,7 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "tmp", "emptyDir": {}},
             *(_volume(volume.name, volume.path, volume.persistent_volume_claim, volume.read_only)
               for volume in pool.spec.volumes),
+            *_store_volumes(pool),
             *_sources_volume(pool),
             *_token_volume(settings),
         ],
@@ -166,6 +172,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "OMNI_POOL_NAMESPACE", "value": pool.metadata.namespace},
             {"name": "OMNI_STATE_DIR", "value": STATE_PATH},
             {"name": "OMNI_DRAIN_SECONDS", "value": str(DRAIN_SECONDS)},
+            *([{"name": "OMNI_STORE_DIR", "value": STORE_PATH}] if _store_mount(pool) else []),
             *([{"name": "OMNI_SOURCES_DIR", "value": SOURCES_PATH}] if _sources_volume(pool) else []),
             *([{"name": "OMNI_TOKEN_FILE", "value": f"{TOKEN_PATH}/{TOKEN_KEY}"}] if settings.token_secret else []),
             *({"name": name, "value": value} for name, value in sorted((settings.env or {}).items())),
@@ -185,6 +192,11 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
                     **({"readOnly": True} if volume.read_only else {}),
                 }
                 for volume in pool.spec.volumes
+            ),
+            *_store_mount(pool),
+            *(
+                {"name": _published_name(store), "mountPath": store.folder, "readOnly": True}
+                for store in _store(pool).published
             ),
             *([{"name": "sources", "mountPath": SOURCES_PATH, "readOnly": True}] if _sources_volume(pool) else []),
             *([{"name": "token", "mountPath": TOKEN_PATH, "readOnly": True}] if settings.token_secret else []),
@@ -271,6 +283,60 @@ def _volume(name: str, path: str | None, claim: Any, read_only: bool) -> dict[st
     else:
         body["hostPath"] = {"path": path, "type": "Directory"}
     return body
+
+
+def _store(pool: OmniPool) -> PoolStore:
+    return pool.spec.store or PoolStore()
+
+
+def _claim_templates(pool: OmniPool) -> list[dict[str, Any]]:
+    """The claim that each pod gets, and that stays when it goes."""
+    template = _store(pool).volume_claim_template
+    if template is None:
+        return []
+    spec: dict[str, Any] = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": _quantity(parse_bytes(template.size))}},
+    }
+    if template.storage_class_name is not None:
+        spec["storageClassName"] = template.storage_class_name
+    return [{"metadata": {"name": STORE_VOLUME}, "spec": spec}]
+
+
+def _store_mount(pool: OmniPool) -> list[dict[str, Any]]:
+    """Where the agent keeps what outlives its pod. In a volume that several pods have, each has a folder of its own."""
+    store = _store(pool)
+    mount = {"name": STORE_VOLUME, "mountPath": STORE_PATH}
+    if store.volume_claim_template is not None:
+        return [mount]
+    if store.persistent_volume_claim is None and store.path is None:
+        return []
+    return [{**mount, "subPathExpr": "$(OMNI_POD_NAMESPACE)/$(OMNI_POD_NAME)"}]
+
+
+def _store_volumes(pool: OmniPool) -> list[dict[str, Any]]:
+    """Volumes of the store that is written, unless each pod has a claim of its own, and of those that are read."""
+    store = _store(pool)
+    volumes: list[dict[str, Any]] = []
+    if store.persistent_volume_claim is not None:
+        claim = {"claimName": store.persistent_volume_claim.claim_name}
+        volumes.append({"name": STORE_VOLUME, "persistentVolumeClaim": claim})
+    if store.path is not None:
+        volumes.append({"name": STORE_VOLUME, "hostPath": {"path": store.path, "type": "DirectoryOrCreate"}})
+    for item in store.published:
+        body: dict[str, Any]
+        if item.persistent_volume_claim is not None:
+            body = {"persistentVolumeClaim": {"claimName": item.persistent_volume_claim.claim_name, "readOnly": True}}
+        elif item.image is not None:
+            body = {"image": {"reference": item.image.reference, "pullPolicy": "IfNotPresent"}}
+        else:
+            body = {"hostPath": {"path": item.path, "type": "Directory"}}
+        volumes.append({"name": _published_name(item), **body})
+    return volumes
+
+
+def _published_name(store: PublishedStore) -> str:
+    return f"published-{store.name}"[:63]
 
 
 def _sources_volume(pool: OmniPool) -> list[dict[str, Any]]:

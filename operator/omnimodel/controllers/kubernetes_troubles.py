@@ -142,7 +142,8 @@ def _cure(namespace: str, pool: OmniPool, said: str) -> str:
             " that namespace in spec.pod.serviceAccountName"
         )
     if "violates PodSecurity" in said:
-        level = "privileged" if pool.spec.isolation.level == "namespaces" or pool.spec.volumes else "baseline"
+        beyond = pool.spec.isolation.level == "namespaces" or pool.spec.volumes or pool.spec.store
+        level = "privileged" if beyond else "baseline"
         return (
             f"; isolation level {pool.spec.isolation.level} needs a namespace whose label"
             f" pod-security.kubernetes.io/enforce is {level} at most: set it, or put the pool into such a namespace"

@@ -187,6 +187,7 @@ def residency_entry(pod: str, report: ModelReport) -> dict[str, Any]:
         "lastWakeSeconds": report.last_wake_seconds,
         "reason": report.reason,
         "message": report.message,
+        "store": report.store,
     }
 
 
@@ -242,7 +243,16 @@ def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = ()) -> dict[
         "hostBytes": report.host_bytes,
         "arenaBytes": report.arena_bytes,
         "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
+        "store": _store(report),
         "images": list(images),
+    }
+
+
+def _store(report: PoolReport) -> dict[str, Any]:
+    return {
+        "path": report.store_path,
+        "capacityBytes": report.store_bytes,
+        "freeBytes": report.store_free_bytes,
     }
 
 
@@ -256,6 +266,7 @@ def pool_report(pool: str, entries: Sequence[Mapping[str, Any]]) -> PoolReport |
 
     faults = [entry for entry in entries if not entry.get("ready")]
     levels = [entry.get("isolation") or {} for entry in entries]
+    stores = [entry.get("store") or {} for entry in entries]
     least = max(levels, key=lambda found: len(found.get("missing", ())))
     fault: Mapping[str, Any] = faults[0] if faults else {}
     return PoolReport(
@@ -276,6 +287,9 @@ def pool_report(pool: str, entries: Sequence[Mapping[str, Any]]) -> PoolReport |
         ready=not faults,
         reason=str(fault.get("reason", "")),
         message=f"{fault['pod']}: {fault.get('message') or 'is not ready'}" if faults else "",
+        store_path=next((str(store["path"]) for store in stores if store.get("path")), ""),
+        store_bytes=sum(int(store.get("capacityBytes", 0)) for store in stores),
+        store_free_bytes=sum(int(store.get("freeBytes", 0)) for store in stores),
     )
 
 
@@ -333,6 +347,7 @@ def pool_status(
         "footprintBytes": report.footprint_bytes,
         "overcommitRatio": round(report.footprint_bytes / report.budget_bytes, 3) if report.budget_bytes else 0.0,
         "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
+        "store": _store(report),
     }
 
 

@@ -39,6 +39,7 @@ class ModelReport:
             another), `freeze`, `idle`, `host` (host memory is short), `end`.
         served, failed: requests since the agent began.
         last_request_seconds, since_seconds: Unix time; 0 for never.
+        store: the published store that its image comes from; empty for the agent's own.
     """
 
     namespace: str
@@ -64,6 +65,7 @@ class ModelReport:
     last_wake_seconds: float = 0.0
     last_request_seconds: float = 0.0
     since_seconds: float = 0.0
+    store: str = ""
     inputs: tuple[dict[str, object], ...] = ()
     outputs: tuple[dict[str, object], ...] = ()
     process: ProcessReport | None = None
@@ -71,7 +73,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The pool on one agent: bytes of the ledger and the isolation that was reached."""
+    """The pool on one agent: bytes of the ledger, the isolation that was reached, and its store's folder and volume."""
 
     pool: str
     node: str
@@ -90,6 +92,9 @@ class PoolReport:
     ready: bool
     reason: str = ""
     message: str = ""
+    store_path: str = ""
+    store_bytes: int = 0
+    store_free_bytes: int = 0
 
 
 @dataclass(frozen=True)
