@@ -19,9 +19,10 @@ from chart.chart import CHART, options
 from cluster.connection import Connection
 from cluster.images import Images
 from cluster_node.models import QUESTION
+from cluster_node.reports import RELEASE, report
 from omnimodel.api import API_VERSION
 
-RELEASE, SYSTEM, PODS = "omnimodel", "omni-system", "omni-models"
+SYSTEM, PODS = "omni-system", "omni-models"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 MINUTES = "--timeout=240s"
 READY_SECONDS = 240.0
@@ -197,8 +198,7 @@ class Installation:
 
     def report(self, pod: str) -> dict[str, Any]:
         """What an agent says of itself, past operator and gateway."""
-        path = f"/api/v1/namespaces/{PODS}/pods/{pod}:8710/proxy/omni/v1/report"
-        return dict(json.loads(self.cluster.kubectl("get", "--raw", path)))
+        return report(self.cluster, PODS, pod)
 
     def pid(self, model: str, pod: str) -> int:
         """The model's process, as the pod numbers it; 0 for none."""

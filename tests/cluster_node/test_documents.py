@@ -6,7 +6,6 @@ environment instead of bringing torch along, and the package index is one that t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from cluster.connection import ClusterError
 from cluster.fixtures import GIVEN, missing
 from cluster.images import build, recipe
 from cluster_node.index import PackageIndex, package_index
+from cluster_node.reports import report
 from cluster_node.securities import changed
 from example_models import MODELS
 from omnimodel.controllers.status import residency_entry
@@ -155,13 +155,12 @@ def test_a_chat_is_answered(reader: Reader) -> None:
 
 def test_the_status_says_what_the_ledger_says(reader: Reader) -> None:
     """Byte for byte, for every model, once nothing moves."""
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/default-0:8710/proxy/omni/v1/report"
 
     def differences() -> dict[str, Any]:
-        report = json.loads(reader.cluster.kubectl("get", "--raw", path))
+        said = report(reader.cluster, NAMESPACE, "default-0")
         found = {}
         for name, item in models(reader).items():
-            model = dict(report["models"][f"{NAMESPACE}/{name}"])
+            model = dict(said["models"][f"{NAMESPACE}/{name}"])
             process = model.pop("process")
             told = ModelReport(**model, process=ProcessReport(**process) if process else None)
             wanted = residency_entry("default-0", told)
@@ -170,8 +169,8 @@ def test_the_status_says_what_the_ledger_says(reader: Reader) -> None:
             found |= {name: wrong} if wrong else {}
         pool = reader.cluster.get("omnipool", "default", "-n", NAMESPACE)["status"]
         for field, key in (("residentBytes", "resident_bytes"), ("footprintBytes", "footprint_bytes")):
-            if pool[field] != report["pool"][key]:
-                found[field] = (pool[field], report["pool"][key])
+            if pool[field] != said["pool"][key]:
+                found[field] = (pool[field], said["pool"][key])
         return found
 
     with suppress(AssertionError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster_node.installation import PODS, RELEASE, SYSTEM, Installation
+from cluster_node.installation import PODS, SYSTEM, Installation
 from cluster_node.models import ANSWER, linear
+from cluster_node.reports import RELEASE
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.timeout(600)]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster_node.installation import Installation
+from cluster_node.installation import PODS, Installation
 from cluster_node.models import code, prober, said
+from cluster_node.reports import ask_agent
 from cluster_node.securities import DEFAULT, RESTRICTED, SYS_ADMIN, UNCONFINED, Security, secured
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -111,6 +112,50 @@ def test_the_level_that_pods_reach_is_in_the_status_of_their_pool(installation: 
             with installation.model(prober(f"in-{name}", name)) as model:
                 installation.wait_ready(model)
                 sees_neither_others_nor_the_cluster(said(installation.ask(model, code(PROMISES)).values))
+
+
+STEERING = """
+import os, urllib.error, urllib.request
+def tried(path, method="GET"):
+    url = f"http://127.0.0.1:8710{path}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+def read(path):
+    try:
+        return open(path).read()[:1]
+    except OSError as error:
+        return error.strerror
+answer = {
+    "alive": tried("/healthz"),
+    "evict": tried("/omni/v1/models/NAMESPACE/NAME/evict", "POST"),
+    "logs": tried("/omni/v1/models/NAMESPACE/NAME/logs"),
+    "report": tried("/omni/v1/report"),
+    "request": tried("/omni/v1/ingress/NAMESPACE/NAME/v2/models/NAME"),
+    "token": read("/etc/omnimodel/token/token"),
+}
+"""
+
+
+@pytest.mark.parametrize("level", ["landlock", "namespaces"])
+def test_a_model_with_the_network_steers_nobody(installation: Installation, level: str) -> None:
+    """It shares the network of its pod, where no policy stands between it and the agent."""
+    name = f"steering-{level}"
+    with (
+        installation.pool(name, isolation={"level": level}),
+        installation.model(prober(name, name, runtime={"allowNetwork": True})) as model,
+    ):
+        installation.wait_ready(model)
+        script = STEERING.replace("NAMESPACE", PODS).replace("NAME", model)
+        seen = said(installation.ask(model, code(script)).values)
+        assert isinstance(seen, dict), seen
+        assert seen.pop("token") in REFUSED
+        assert seen.pop("alive") == 200, "it does reach the port"
+        assert seen == dict.fromkeys(("evict", "logs", "report", "request"), 401)
+        status, _ = ask_agent(installation.cluster, PODS, f"{name}-0", f"/omni/v1/models/{PODS}/{model}/evict", "POST")
+        assert status == 200, "with the token it goes"
 
 
 def sees_neither_others_nor_the_cluster(seen: dict[str, Any]) -> None:

@@ -1,0 +1,45 @@
+"""What an agent says of itself, past operator and gateway: by a forwarded port of its pod, with the token of agents."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import subprocess
+from typing import Any
+
+from cluster.connection import Connection
+from omnimodel.gateway.tokens import bearer
+from omnimodel.protocol.ingress import REPORT_PATH
+
+RELEASE = "omnimodel"
+PORT = 8710
+
+
+def ask_agent(
+    cluster: Connection, namespace: str, pod: str, path: str, method: str = "GET", token: str | None = None
+) -> tuple[int, Any]:
+    """Status and JSON answer of an agent; with the token of its Secret unless another is given."""
+    if token is None:
+        secret = cluster.get("secret", f"{RELEASE}-agents", "-n", namespace)
+        token = base64.b64decode(secret["data"]["token"]).decode()
+    command = [str(cluster.bin / "kubectl"), "--kubeconfig", str(cluster.kubeconfig), "port-forward", f"pod/{pod}"]
+    with subprocess.Popen([*command, "-n", namespace, f":{PORT}"], stdout=subprocess.PIPE, text=True) as forwarding:
+        try:
+            assert forwarding.stdout is not None
+            said = re.search(r"127\.0\.0\.1:(\d+)", forwarding.stdout.readline())
+            assert said, f"no port of {pod} is forwarded"
+            connection = http.client.HTTPConnection("127.0.0.1", int(said[1]), timeout=60)
+            connection.request(method, path, headers=dict(bearer(token)))
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            forwarding.terminate()
+
+
+def report(cluster: Connection, namespace: str, pod: str) -> dict[str, Any]:
+    """The report of an agent."""
+    status, body = ask_agent(cluster, namespace, pod, REPORT_PATH)
+    assert status == 200, body
+    return dict(body)
