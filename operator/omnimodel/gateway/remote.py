@@ -120,10 +120,11 @@ class RemoteAgent:
         timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
         for token in itertools.takewhile(lambda token: token != self._token, self.tokens):
             url = f"{self.address}{EXCHANGES_PATH}/none"
-            async with self.session.get(url, headers=bearer(token), timeout=timeout) as response:
-                if response.status != UNKNOWN:
-                    self._token = token
-                    return
+            with suppress(aiohttp.ClientError, OSError):  # whether it answers is seen by its report
+                async with self.session.get(url, headers=bearer(token), timeout=timeout) as response:
+                    if response.status != UNKNOWN:
+                        self._token = token
+                        return
 
     async def close(self) -> None:
         """Break off everything."""
