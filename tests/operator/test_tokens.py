@@ -59,9 +59,12 @@ async def test_one_that_a_person_wrote_stays_and_one_that_is_taken_out_is_made_a
     await until(made, "another one")
 
 
-async def test_a_pool_whose_agents_can_have_none_says_what_to_do(world: World, start, proxy: Proxy) -> None:
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+async def test_a_pool_whose_agents_can_have_none_says_what_to_do(
+    world: World, start, proxy: Proxy, method: str
+) -> None:
     async def refuse(request: web.Request) -> web.Response | None:
-        forbidden = request.method == "PATCH" and "/secrets/" in request.path
+        forbidden = request.method == method and "/secrets/" in request.path
         return status(403, "Forbidden", f'secrets "{TOKEN_SECRET}" is forbidden') if forbidden else None
 
     proxy.before = refuse

@@ -118,21 +118,21 @@ class Writer:
         """Make a token of the agents of a namespace where its Secret has none; one that there is stays.
 
         Raises:
-            FaultError: it may not be written.
+            FaultError: it may not be read or written.
         """
         key, now = (namespace, name), time.monotonic()
         if now - self._tokens.get(key, -TOKEN_SECONDS) < TOKEN_SECONDS:
             return
-        live = await self._kube.get(SECRETS, name, namespace)
-        if not ((live or {}).get("data") or {}).get(TOKEN_KEY):
-            self._guard()
-            token = base64.b64encode(secrets.token_hex(TOKEN_BYTES).encode()).decode()
-            body = {"metadata": {"name": name, "namespace": namespace}, "data": {TOKEN_KEY: token}}
-            try:
+        try:
+            live = await self._kube.get(SECRETS, name, namespace)
+            if not ((live or {}).get("data") or {}).get(TOKEN_KEY):
+                self._guard()
+                token = base64.b64encode(secrets.token_hex(TOKEN_BYTES).encode()).decode()
+                body = {"metadata": {"name": name, "namespace": namespace}, "data": {TOKEN_KEY: token}}
                 await self._kube.apply(SECRETS, body, manager=MANAGER)
-            except KubeError as error:
-                raise fault_of(error) or error from error
-            log.info("token made namespace=%s secret=%s", namespace, name)
+                log.info("token made namespace=%s secret=%s", namespace, name)
+        except KubeError as error:
+            raise fault_of(error) or error from error
         self._tokens[key] = now
 
     async def process(self, body: Mapping[str, Any]) -> bool:
