@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omnimodel.api import ModelStatus, PoolStatus, ProcessStatus
-from omnimodel.controllers.status import Refusal, model_status, pool_status, process_status
+from omnimodel.controllers.status import Refusal, model_status, pod_entry, pool_report, pool_status, process_status
 from omnimodel.errors import Reason
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport
 
@@ -141,6 +141,19 @@ def test_pool_has_what_scripts_rely_on() -> None:
     assert (status["budgetBytes"], status["residentBytes"], status["overcommitRatio"]) == (1000, 400, 3.2)
     assert status["isolation"] == {"level": "namespaces", "missing": ["swap limits"]}
     assert status["conditions"][0]["status"] == "True"
+
+
+def test_stores_are_told_pod_by_pod_and_in_sum() -> None:
+    entries = [
+        pod_entry(f"gpu-{number}", replace(POOL, store_path="/stores/own", store_bytes=100, store_free_bytes=free))
+        for number, free in enumerate((40, 30))
+    ]
+    status = pool_status(
+        generation=1, report=pool_report("gpu", entries), models=0, refusal=None, before={}, now_seconds=1.0
+    )
+    PoolStatus.model_validate({**status, "pods": entries})
+    assert [entry["store"]["freeBytes"] for entry in entries] == [40, 30]
+    assert status["store"] == {"path": "/stores/own", "capacityBytes": 200, "freeBytes": 70}
 
 
 def test_pool_that_cannot_isolate_is_stalled() -> None:

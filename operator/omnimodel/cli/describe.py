@@ -89,6 +89,8 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
         )
         if entry.get("message"):
             yield f"    {entry['message']}"
+        if entry.get("store"):
+            yield f"    its image is in the published store {entry['store']}"
 
 
 def _source(source: Mapping[str, Any]) -> str:
@@ -106,6 +108,11 @@ def _pool_lines(pool: Mapping[str, Any]) -> Iterator[str]:
         f"  {output.size(status.get('residentBytes'))} of {output.size(status.get('budgetBytes'))} resident on "
         f"{status.get('device', '-')}, over-commit {float(status.get('overcommitRatio') or 0):.2f}"
     )
+    store = status.get("store") or {}
+    if store.get("path"):
+        free, capacity = output.size(store.get("freeBytes")), output.size(store.get("capacityBytes"))
+        yield "Store:"
+        yield f"  {store['path']}, {free} of {capacity} free"
     yield "Isolation:"
     yield f"  level {isolation.get('level', '-')}"
     for missing in isolation.get("missing") or ():
