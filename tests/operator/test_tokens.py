@@ -28,7 +28,7 @@ async def token(world: World) -> str:
 
 
 async def test_it_is_there_before_the_pods_and_stays_what_it_is(world: World, start) -> None:
-    empty = {"metadata": {"name": TOKEN_SECRET, "namespace": world.namespace, "labels": {"of": "the chart"}}}
+    empty = {"metadata": {"name": TOKEN_SECRET, "namespace": world.namespace, "labels": {"of": "chart"}}}
     await world.kube.apply(SECRETS, empty, manager="helm")
     await start()
     await world.kube.create(POOLS, pool("gpu", world.namespace))
