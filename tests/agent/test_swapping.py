@@ -120,6 +120,38 @@ async def test_a_killed_process_leaves_the_ledger_exact_and_the_next_request_is_
     world.check_ledger()
 
 
+async def test_commands_that_arrive_late_stop_no_other_model_and_every_swap_ends(world):
+    """LLMKube#1837: processes stand still at random moments, so that wakes and evicts take any time and any order."""
+    await world.apply(*four(world))
+    order = random.Random(3)
+    stopped = asyncio.Event()
+
+    async def delay():
+        while not stopped.is_set():
+            processes = [instance.process for instance in world.broker.instances.values() if instance.process]
+            if processes:
+                process = order.choice(processes)
+                os.kill(process.pid, signal.SIGSTOP)
+                await asyncio.sleep(order.uniform(0.0, 0.5))
+                if not process.exited.done():
+                    os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(order.uniform(0.0, 0.05))
+
+    pids = {}
+    for seed in (1, 2, 3, 4):
+        await world.ask(f"m{seed}")
+        pids[seed] = world.instance(f"m{seed}").process.pid
+    delaying = asyncio.create_task(delay())
+    for _ in range(10):
+        seeds = [order.randint(1, 4) for _ in range(4)]
+        answers = await asyncio.gather(*(world.ask(f"m{seed}") for seed in seeds))
+        assert answers == [pytest.approx(world.answer(8, seed)) for seed in seeds]
+        world.check_ledger()
+    stopped.set()
+    await delaying
+    assert {seed: world.instance(f"m{seed}").process.pid for seed in pids} == pids, "nobody was taken for dead"
+
+
 async def test_who_was_computed_for_when_the_process_died_is_told_of_what_it_died(world):
     await world.apply(world.manifest("m1", seed=1))
     with pytest.raises(DispatchError) as caught:
