@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from agent.fetching import wheel
+from agent.package_index import PackageIndex
 from cli.conftest import environment
 from cli.linear import POOL, QUESTION, write_linear, write_weights
 from memory.test_published import tree
@@ -22,7 +24,7 @@ apiVersion: omnimodel.io/v1alpha1
 kind: OmniModel
 metadata: {name: foreign}
 spec:
-  source: {path: /srv}
+  source: {package: {name: tiny-weights, version: "1.0", path: tiny_weights/__init__.py}}
   runtime: {engine: command, command: [serve, --port, "{port}"]}
 """
 
@@ -42,9 +44,12 @@ def test_what_was_published_is_served_where_its_source_is_not(tmp_path: Path) ->
     write_linear(catalog, "one", tmp_path / "weights.safetensors")
     write_linear(catalog, "absent", tmp_path / "absent.safetensors")
     (catalog / "foreign.yaml").write_text(FOREIGN)
+    wheel(tmp_path / "shelf")
     publish = ["publish", str(catalog), "--store", str(store)]
 
-    done = omni(tmp_path, *publish, "-o", "json")
+    with PackageIndex(tmp_path / "shelf") as index:
+        (catalog / "pool.yaml").write_text(f"{POOL}  sources: {{packageIndex: {index.url}/simple}}\n")
+        done = omni(tmp_path, *publish, "-o", "json")
     assert done.returncode == 1, done.stderr
     assert f"error: OmniModel default/absent: its source {tmp_path}/absent.safetensors does not exist" in done.stderr
     found = {model["model"]: model for model in json.loads(done.stdout)["models"]}
@@ -52,6 +57,8 @@ def test_what_was_published_is_served_where_its_source_is_not(tmp_path: Path) ->
     assert (store / "store" / "images" / found["default/one"]["digest"]).is_dir()
     assert (found["default/absent"]["failed"], found["default/absent"]["digest"]) == (True, "")
     assert (found["default/foreign"]["failed"], found["default/foreign"]["digest"]) == (False, "")
+    assert found["default/foreign"]["source"]
+    assert len(list((store / "sources" / "fetched").iterdir())) == 1
 
     (catalog / "absent.yaml").unlink()
     (catalog / "foreign.yaml").unlink()

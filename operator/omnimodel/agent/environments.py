@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import sys
 import sysconfig
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from omnimodel.agent.building import FOLDER, take_over
 from omnimodel.agent.origins import Origins, Variables
 from omnimodel.agent.programs import Finished, run_program
 from omnimodel.agent.shared import SharedWork
-from omnimodel.agent.stored import Stored, touch, tree_bytes, used_seconds
+from omnimodel.agent.stored import Stored, touch, tree_bytes, tree_digest, used_seconds
 from omnimodel.errors import OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
 from omnimodel.memory.published import read_plain
@@ -353,36 +352,6 @@ def _keep(staging: Path, folder: Path, marker: Mapping[str, object]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(staging, folder)
     sync_folder(folder.parent)
-
-
-def tree_digest(folder: Path) -> str:
-    """SHA-256 over the paths and bytes of all files below a folder.
-
-    Raises:
-        ValueError: there is something that is neither file nor folder.
-        OSError: it cannot be read.
-    """
-    found = hashlib.sha256()
-    waiting = [folder]
-    files = []
-    while waiting:
-        place = waiting.pop()
-        if not stat.S_ISDIR(os.lstat(place).st_mode):
-            raise ValueError(f"{place} is no folder")
-        for path in place.iterdir():
-            mode = os.lstat(path).st_mode
-            if stat.S_ISDIR(mode):
-                waiting.append(path)
-            elif stat.S_ISREG(mode):
-                files.append(path)
-            else:
-                raise ValueError(f"{path} is neither file nor folder")
-    for path in sorted(files):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path, flags), "rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        found.update(json.dumps([path.relative_to(folder).as_posix(), content]).encode())
-    return found.hexdigest()
 
 
 @asynccontextmanager

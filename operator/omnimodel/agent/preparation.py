@@ -138,11 +138,11 @@ class Preparation:
         self._frame_bytes = frame_bytes
         self._threads = threads
         self.origins = Origins(layout.origins)
-        self._sources = Sources(layout.sources, self.origins)
-        others = published or {}
-        self._published = [PublishedImages(name, Layout(folder).store) for name, folder in others.items()]
+        others = {name: Layout(folder) for name, folder in (published or {}).items()}
+        self._published = [PublishedImages(name, other.store) for name, other in others.items()]
+        self._sources = Sources(layout.sources, self.origins, [other.sources for other in others.values()], doubt)
         self._environments = Environments(
-            layout.environments, self.origins, [Layout(folder).environments for folder in others.values()], doubt
+            layout.environments, self.origins, [other.environments for other in others.values()], doubt
         )
         self._auto_dtype = auto_dtype
         self._doubt = doubt
@@ -208,6 +208,10 @@ class Preparation:
     def distrust(self, digest: str) -> None:
         """Read every byte of an image again before its next use."""
         self._verified = {folder for folder in self._verified if folder.name != digest}
+
+    async def seal_source(self, spec: Mapping[str, Any]) -> str:
+        """Make what a model was fetched from fit to be found by others; its digest."""
+        return await asyncio.to_thread(self._sources.seal, self._sources.key(spec["source"]))
 
     async def forget_source(self, spec: Mapping[str, Any]) -> None:
         """Remove what a model was published from."""

@@ -13,21 +13,23 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from omnimodel.agent import source_hub, source_package, source_url
 from omnimodel.agent.origins import Origins
 from omnimodel.agent.shared import SharedWork
-from omnimodel.agent.stored import Stored, touch, tree_bytes, used_seconds
+from omnimodel.agent.stored import Stored, touch, tree_bytes, tree_digest, used_seconds
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
+from omnimodel.memory.published import read_plain
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all (0 when unknown)
 
 _MARKER = "fetched.json"
+_MARKER_BYTES = 64 << 20
 _CONTENT = "content"
 _LIMIT_BYTES = 1 << 40
 
@@ -38,13 +40,26 @@ class Sources:
     Args:
         root: made when it is not there; one agent's at a time.
         origins: where to fetch from; as the environment says when left out.
+        published: folders of such sources that others sealed; they are looked into first, and only read.
+        doubt: hears what is wrong in one of them.
         limit_bytes: nothing larger is fetched.
     """
 
-    def __init__(self, root: Path, origins: Origins | None = None, *, limit_bytes: int = _LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        root: Path,
+        origins: Origins | None = None,
+        published: Sequence[Path] = (),
+        doubt: Callable[[OmniError], None] = lambda _error: None,
+        *,
+        limit_bytes: int = _LIMIT_BYTES,
+    ) -> None:
         self.root = root
         self.origins = origins or Origins()
         self.limit_bytes = limit_bytes
+        self._published = published
+        self._doubt = doubt
+        self._verified: dict[Path, Path] = {}  # published ones whose every byte was read since this agent began
         self._work: SharedWork[Progress] = SharedWork()
 
     async def fetch(
@@ -68,7 +83,7 @@ class Sources:
         if kind in {"path", "volume"}:
             return await asyncio.to_thread(_local, subject, spec)
         key = _key(kind, spec)
-        found = await asyncio.to_thread(self._found, key)
+        found = await asyncio.to_thread(self._found_published, key) or await asyncio.to_thread(self._found, key)
         if found is not None:
             return found
         return await self._work.run(key, lambda listeners: self._fetch(subject, kind, spec, key, listeners), progress)
@@ -77,6 +92,22 @@ class Sources:
     def key(source: Mapping[str, Any]) -> str:
         """The name under which a source is kept."""
         return next((_key(kind, spec) for kind, spec in source.items() if spec), "")
+
+    def seal(self, key: str) -> str:
+        """Note the digest of what was fetched, so that others can take it from here; the digest.
+
+        Raises:
+            SourceError: there are other things than files in it.
+        """
+        folder = self.root / "fetched" / key
+        marker = json.loads((folder / _MARKER).read_bytes())
+        try:
+            digest = tree_digest(folder / _CONTENT)
+        except ValueError as error:
+            raise SourceError(f"source {folder}", str(error), "publish one of plain files") from error
+        if marker.get("digest") != digest:
+            write_atomically(folder / _MARKER, json.dumps({**marker, "digest": digest}).encode())
+        return digest
 
     def stored(self) -> list[Stored]:
         """What was fetched, or begun; what is being fetched now is left out."""
@@ -94,6 +125,33 @@ class Sources:
         if not self._work.runs(key):
             for folder in ("fetched", "downloads"):
                 shutil.rmtree(self.root / folder / key, ignore_errors=True)
+
+    def _found_published(self, key: str) -> Path | None:
+        """A source that others fetched and sealed; one that is not as it was is left where it is, and told."""
+        for root in self._published:
+            folder = root / "fetched" / key
+            if folder in self._verified:
+                return self._verified[folder]
+            try:
+                marker = json.loads(read_plain(folder / _MARKER, _MARKER_BYTES))
+                inside = PurePosixPath(marker["inside"])
+                if "digest" not in marker:  # it is the own one of an agent
+                    continue
+                if inside.is_absolute() or ".." in inside.parts:
+                    raise ValueError(f"{inside} leads out of it")
+                if marker["digest"] != tree_digest(folder / _CONTENT):
+                    raise ValueError("its files are not those that were fetched")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                log.warning("published_source_damaged folder=%s problem=%r", folder, str(error))
+                told = str(error) if isinstance(error, ValueError) else "it cannot be read"
+                cure = "publish the model there again; until then it is fetched into the agent's own store"
+                self._doubt(SourceError(f"source {folder}", f"cannot be used: {told}", cure))
+                continue
+            self._verified[folder] = folder / _CONTENT / inside
+            return self._verified[folder]
+        return None
 
     async def _fetch(
         self, subject: str, kind: str, spec: Mapping[str, Any], key: str, listeners: Sequence[Progress]

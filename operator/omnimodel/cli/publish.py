@@ -24,13 +24,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Published:
-    """What became of one model: a digest, or why there is none. `failed` tells a fault from what is left out."""
+    """What became of one model.
+
+    Args:
+        digest, bytes: of its image; none for an engine that reads its source itself.
+        environment: key of its environment.
+        source: digest of its source, where it is needed beside the image.
+        message: why there is none of it; `failed` tells a fault from what is left out.
+    """
 
     model: str
     dtype: str = ""
     digest: str = ""
     bytes: int = 0
     environment: str = ""
+    source: str = ""
     message: str = ""
     failed: bool = False
 
@@ -67,7 +75,10 @@ def command(context: click.Context, folder: Path, store: Path, pool: str, dtype:
         output.write_json({"store": str(store.resolve()), "models": [vars(item) for item in found]})
     else:
         heads = ("MODEL", "DTYPE", "SIZE", "DIGEST")
-        rows = [(item.model, item.dtype or "-", output.size(item.bytes), item.digest or "-") for item in found]
+        rows = [
+            (item.model, item.dtype or "-", output.size(item.bytes), item.digest or item.source or "-")
+            for item in found
+        ]
         output.write_columns(heads, rows)
     for item in found:
         if item.message:
@@ -123,15 +134,23 @@ async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog,
         told = phase
 
     spec = fill_secrets(process.spec.to_dict(), catalog.secrets(process.metadata.namespace))
-    if spec["engine"] in FOREIGN_ENGINES:
-        message = f"engine {spec['engine']} reads its source itself and has no image; put its source into a volume"
+    foreign = spec["engine"] in FOREIGN_ENGINES
+    fetched = any(spec["source"].get(kind) for kind in ("package", "huggingFace", "url"))
+    if foreign and not fetched:
+        message = f"engine {spec['engine']} reads its source where it is: have it there, or in a volume of the pool"
         return Published(process.key, message=f"{subject}: {message}")
+    source = ""
     try:
         prepared = await preparation.prepare(subject, spec, tell)
+        if fetched and prepared.source is not None:  # which the engine reads, or a mount shows
+            source = await preparation.seal_source(spec)
+        elif fetched:
+            await preparation.forget_source(spec)
     except OmniError as error:
         return Published(process.key, message=str(error), failed=True)
-    await preparation.forget_source(spec)
-    assert prepared.image is not None
     environment = prepared.environment.parent.name if prepared.environment else ""
     image = prepared.image
-    return Published(process.key, resolve_dtype(spec["dtype"], dtype), image.digest, image.bytes, environment)
+    if image is None:
+        return Published(process.key, source=source, environment=environment)
+    dtype = resolve_dtype(spec["dtype"], dtype)
+    return Published(process.key, dtype, image.digest, image.bytes, environment, source)
