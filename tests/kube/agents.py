@@ -94,12 +94,12 @@ class Agents:
             for key in [key for key in self._said if key[0] == name]:
                 del self._said[key]
             await self._renew(name, uid, label)  # before anything else is said
-            entry = pod_entry(name, pool_report(label, name, self.budget_bytes))
+            entry = pod_entry(name, pool_report(label, name, self.budget_bytes), pod_uid=uid)
             await kube.patch_status(POOLS, label, namespace, {"pods": [entry]}, manager=f"omni-agent.{name}")
             self._up[name] = uid
         if asyncio.get_running_loop().time() - self._beat.get(name, -100.0) > 5.0:
             await self._renew(name, uid, label)
-        await self._speak(name)
+        await self._speak(name, uid)
         mine = [key for pod, key in self._said if pod == name]
         if name not in self._settled and not self.publishing & set(mine):
             await kube.patch_status(PODS, name, namespace, running(ready=True), manager="kubelet")
@@ -114,7 +114,7 @@ class Agents:
         }
         await self._world.kube.apply(LEASES, lease, manager=f"omni-agent.{name}")
 
-    async def _speak(self, name: str) -> None:
+    async def _speak(self, name: str, uid: str) -> None:
         """Say what a pod has to say of its models."""
         kube, namespace = self._world.kube, self._world.namespace
         mine = {k: p for k, p in self._world.all(PROCESSES).items() if name in (p["spec"].get("pods") or ())}
@@ -128,7 +128,7 @@ class Agents:
                 weights_bytes=self.size_bytes // 2, working_bytes=self.size_bytes // 2,
             )  # fmt: skip
             report = replace(report, **self.reports.get((name, key), {}))
-            status = {"residency": [residency_entry(name, report)]}
+            status = {"residency": [residency_entry(name, report, uid)]}
             self.writes += 1
             await kube.patch_status(MODELS, key, namespace, status, manager=f"omni-agent.{name}")
             self._said[name, key] = said

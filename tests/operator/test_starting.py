@@ -105,6 +105,44 @@ async def test_a_replaced_pod_does_not_answer_for_the_one_before(world: World, a
     assert placed(world) == {"a": ["gpu-0"]}
 
 
+async def test_an_agent_that_is_heard_of_has_not_said_what_the_one_before_it_did(
+    world: World, agents: Agents, start
+) -> None:
+    """Nobody led while its pod was replaced, and it has much to say: until then nothing that it would not say."""
+    first = await start()
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
+    await world.ready("a")
+    await first.__aexit__()
+    uid = world.see(PODS, "gpu-0")["metadata"]["uid"]
+    agents.silent.add("gpu-0")
+    await world.kube.delete(PODS, "gpu-0", world.namespace, grace_seconds=0)
+    await until(lambda: (p := world.see(PODS, "gpu-0")) and p["metadata"]["uid"] != uid, "another pod of its name")
+    await world.kube.patch_status(PODS, "gpu-0", world.namespace, running(ready=False), manager="kubelet")
+    await agents._renew("gpu-0", world.see(PODS, "gpu-0")["metadata"]["uid"], "gpu")
+    assert is_ready(world.see(MODELS, "a")), "the status is the one before it's"
+    await start("two")
+    await until(lambda: not world.see(MODELS, "a")["status"].get("residency"), "its entry is taken back")
+    await until(lambda: not world.see(POOLS, "gpu")["status"].get("pods"), "the pool's too")
+    await until(lambda: conditions(world.see(MODELS, "a"))["Ready"][0] == "Unknown", "it is not Ready")
+    agents.silent.clear()
+    await world.ready("a")
+    (entry,) = world.see(MODELS, "a")["status"]["residency"]
+    assert entry["podUid"] == world.see(PODS, "gpu-0")["metadata"]["uid"]
+
+
+async def test_what_an_agent_writes_before_its_pod_is_known_stays(world: World) -> None:
+    """News of a pod may come after news of its agent's words."""
+    await world.apply(model("a", world.namespace))
+    spec = {"containers": [{"name": "agent", "image": "localhost/none:dev"}], "automountServiceAccountToken": False}
+    pod = await world.kube.create(PODS, {"metadata": {"name": "gpu-0", "namespace": world.namespace}, "spec": spec})
+    before = {**pod, "metadata": {**pod["metadata"], "uid": "of the one before"}}
+    writer = Writer(world.kube, Cache(), Hearing(), lambda: True)
+    known = PodView("gpu-0", 0, before, {}, None, None)
+    entry = {"pod": "gpu-0", "podUid": pod["metadata"]["uid"]}
+    assert not await writer.is_by_predecessor(world.namespace, known, entry)
+    assert await writer.is_by_predecessor(world.namespace, known, {**entry, "podUid": "of the one before"})
+
+
 async def test_what_an_agent_says_while_its_entry_is_taken_back_stays(world: World) -> None:
     """The operator took it for dead, by what it knew; the agent has just come back."""
     await world.apply(model("a", world.namespace))

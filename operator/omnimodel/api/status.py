@@ -22,6 +22,11 @@ class ResidencyEntry(Observed):
     pod: Annotated[str, plain(253, empty=False)] = Field(
         description="Name of the pod, or of the machine.", examples=["default-0"]
     )
+    pod_uid: Annotated[str, plain(63)] = Field(
+        default="",
+        description="Uid of the pod that wrote it, which one of its name after it does not have; empty on one machine.",
+        examples=["0b9d4d9e-2f0c-4b5e-9f59-8a2f6f5a7c11"],
+    )
     tier: Tier = Field(default="cold", description="Where the model is.", examples=["resident"])
     phase: Annotated[str, plain(32)] = Field(
         default="", description="What is being done with it: publishing, waking, serving ...", examples=["serving"]
@@ -146,6 +151,11 @@ class PodEntry(Observed):
     """One pod's word on its device; only that pod's agent writes it."""
 
     pod: Annotated[str, plain(253, empty=False)] = Field(description="Name of the pod.", examples=["default-0"])
+    pod_uid: Annotated[str, plain(63)] = Field(
+        default="",
+        description="Uid of the pod that wrote it, which one of its name after it does not have; empty on one machine.",
+        examples=["0b9d4d9e-2f0c-4b5e-9f59-8a2f6f5a7c11"],
+    )
     ready: Flag = Field(default=False, description="Whether it can serve models.", examples=[True])
     reason: Annotated[str, plain(128)] = Field(default="", description="Why not, one word.", examples=[""])
     message: Annotated[str, plain(4096)] = Field(default="", description="Why not, one sentence.", examples=[""])

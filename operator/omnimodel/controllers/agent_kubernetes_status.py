@@ -228,7 +228,7 @@ class StatusWriter:
                 return wait if later is None else min(wait, later)
             said = self._said(key, model)
             self._times[key] = self._clock()
-            if await self._patch(key, {"residency": [residency_entry(self._pod.name, model)]}):
+            if await self._patch(key, {"residency": [residency_entry(self._pod.name, model, self._pod.uid)]}):
                 self._written[key] = said
                 self._missing.pop(key, None)
             else:
@@ -275,7 +275,7 @@ class StatusWriter:
                 return wait
         try:
             self.writes += 1
-            entry = pod_entry(self._pod.name, report, images)
+            entry = pod_entry(self._pod.name, report, images, self._pod.uid)
             await self._kube.patch_status(
                 POOLS, self._pod.pool, self._pod.pool_namespace, {"pods": [entry]}, manager=self._pod.manager
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
 from omnimodel.controllers.decisions import rendered
+from omnimodel.controllers.kubernetes_pods import is_by
 from omnimodel.controllers.kubernetes_snapshot import Assigned, Status
 from omnimodel.controllers.status import Refusal, entry_report, model_status, spokesman
 from omnimodel.errors import Reason
@@ -47,7 +48,7 @@ class ModelSnapshot:
         assigned: by the pool.
         names, lost: served names that it may have, and what to say of the others.
         config: what it refers to.
-        live: pods that answer.
+        live: pods that answer: names, and their uids.
         fault: why no process can be written at all; None when it can.
         taken: user ids of other models of the pool.
         unix_seconds: the time of day.
@@ -63,7 +64,7 @@ class ModelSnapshot:
     names: tuple[str, ...]
     lost: tuple[Finding, ...]
     config: Config
-    live: Collection[str]
+    live: Mapping[str, str]
     fault: Refusal | None
     taken: Collection[int]
     unix_seconds: float
@@ -108,7 +109,9 @@ def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
     reports = [
         entry_report(model.metadata.namespace, model.metadata.name, entry)
         for entry in snapshot.status.get("residency") or ()
-        if entry["pod"] in snapshot.live and (entry["pod"] in assigned.pods or keep)
+        if entry["pod"] in snapshot.live
+        and is_by(entry, snapshot.live[entry["pod"]])
+        and (entry["pod"] in assigned.pods or keep)
     ]
     status = model_status(
         generation=model.metadata.generation,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from omnimodel.api import OmniPool
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import replicas_of
-from omnimodel.controllers.kubernetes_pods import ZONE_LABEL, PodView, index_of, is_silent, speaks_for
+from omnimodel.controllers.kubernetes_pods import ZONE_LABEL, PodView, index_of, is_by, is_silent, speaks_for
 from omnimodel.controllers.status import Refusal
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, Kind
 
@@ -162,6 +162,8 @@ class News:
         entry: Mapping[str, Any],
         now: float,
     ) -> PodView:
+        if item is not None and not is_by(entry, item["metadata"].get("uid", "")):
+            entry = {}
         beat = None if item is None else self._beat_of(item)
         node = str(((item or {}).get("spec") or {}).get("nodeName", ""))
         view = PodView(

@@ -62,6 +62,11 @@ class PodView:
     trouble: Refusal | None = None
 
     @property
+    def uid(self) -> str:
+        """Its own; empty while there is none."""
+        return "" if self.item is None else str(self.item["metadata"].get("uid", ""))
+
+    @property
     def ending(self) -> bool:
         """Whether it was told to end."""
         return self.item is not None and bool(self.item["metadata"].get("deletionTimestamp"))
@@ -100,6 +105,11 @@ class PodView:
     def replaced(self) -> bool:
         """Whether what is said of it may be by a pod of its name before it: its own agent was not heard of yet."""
         return self.item is not None and self.heard_seconds is None
+
+
+def is_by(entry: Mapping[str, Any], uid: str) -> bool:
+    """Whether an entry of a status is by the pod with a uid, as far as it says, and not by one of the same name."""
+    return entry.get("podUid", "") in {"", uid}
 
 
 def is_silent(heard_seconds: float | None, now_seconds: float) -> bool:

@@ -86,7 +86,7 @@ class Reconciler:
         self.outdated: Refusal | None = None
         self._states: dict[Key, object] = {}
         self._assigned: dict[Key, tuple[Key, Assigned]] = {}  # model -> pool, and what its round said
-        self._live: dict[Key, frozenset[str]] = {}  # pods that answer
+        self._live: dict[Key, Mapping[str, str]] = {}  # pods that answer, and their uids
         self._dead: dict[Key, frozenset[str]] = {}  # pods whose words are no longer theirs
         self._faults: dict[Key, Refusal] = {}
         self._shrinking: dict[Key, float] = {}
@@ -200,7 +200,7 @@ class Reconciler:
     def _adopt(self, key: Key, decision: PoolDecision, snapshot: PoolSnapshot) -> None:
         """Have a round for each model that the pool says something else of than before."""
         now = snapshot.now_seconds
-        live = frozenset(pod.name for pod in snapshot.pods if pod.answers(now))
+        live = {pod.name: pod.uid for pod in snapshot.pods if pod.answers(now)}
         dead = frozenset(pod.name for pod in snapshot.pods if pod.gone(now) or pod.replaced)
         all_again = (self._live.get(key), self._dead.get(key)) != (live, dead)
         self._live[key], self._dead[key] = live, dead
@@ -330,7 +330,7 @@ class Reconciler:
                 names=names,
                 lost=lost,
                 config=config,
-                live=self._live.get(pool_key, frozenset()) if pool_key is not None else frozenset(),
+                live=self._live.get(pool_key, {}) if pool_key is not None else {},
                 fault=fault or self.outdated,
                 taken=self._user_ids(pool_key, key),
                 unix_seconds=self._wall(),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from omnimodel.controllers.kubernetes_cache import Cache, Key
 from omnimodel.controllers.kubernetes_news import News
 from omnimodel.controllers.kubernetes_nodes import Nodes
-from omnimodel.controllers.kubernetes_pods import PodView, is_stuck
+from omnimodel.controllers.kubernetes_pods import PodView, is_by, is_stuck
 from omnimodel.controllers.kubernetes_writes import NotLeadingError, Writer
 from omnimodel.kube import PODS, Kind, KubeError
 
@@ -72,11 +72,15 @@ class Remains:
         """
         views = {view.name: view for view in pods}
         item = self._cache.get(kind, key) or {}
-        for name in [str(entry["pod"]) for entry in (item.get("status") or {}).get(field) or ()]:
+        for entry in list((item.get("status") or {}).get(field) or ()):
+            name = str(entry["pod"])
             view = views.get(name)
             if view is None:
                 dead = not any(pod == name for _, pod in self._cache.items[PODS])
             else:
-                dead = view.gone(self._clock()) or (view.replaced and await self._writer.is_replaced(namespace, view))
+                doubtful = not is_by(entry, view.uid) if entry.get("podUid") else view.replaced
+                dead = view.gone(self._clock()) or (
+                    doubtful and await self._writer.is_by_predecessor(namespace, view, entry)
+                )
             if dead:
                 await self._writer.clear_entry(kind, key, field, name)

@@ -12,7 +12,7 @@ from typing import Any
 from omnimodel.api import OmniModel, OmniPool
 from omnimodel.controllers.decisions import demand_of
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_children, replicas_of, selector_of
-from omnimodel.controllers.kubernetes_pods import PodView, is_steady, problem_of, problems_of, supply_of
+from omnimodel.controllers.kubernetes_pods import PodView, is_by, is_steady, problem_of, problems_of, supply_of
 from omnimodel.controllers.status import (
     Refusal,
     condition_list,
@@ -91,7 +91,7 @@ def decide_pool(snapshot: PoolSnapshot, settings: AgentSettings) -> PoolDecision
     replicas = replicas_of(pool)
     steady = is_steady(snapshot.pods, now)
     supplies = [supply_of(pod, replicas, now, steady=steady) for pod in snapshot.pods]
-    serving = {pod.name for pod in snapshot.pods if pod.answers(now)}
+    serving = {pod.name: pod.uid for pod in snapshot.pods if pod.answers(now)}
     limit = pool.spec.overcommit.limit if pool.spec.overcommit else 0.0
     supply = PoolSupply(pool.metadata.name, 0, limit, tuple(pod.name for pod in supplies))
     placement = place([_demand(view, serving) for view in snapshot.models], supply, supplies)
@@ -117,7 +117,7 @@ def _why_away(pod: PodView, now_seconds: float) -> Refusal:
     return Refusal("Pending", f"{pod.name} is being replaced" if pod.ending else f"it waits for {pod.name} to answer")
 
 
-def _demand(view: ModelView, serving: Collection[str]) -> PodDemand:
+def _demand(view: ModelView, serving: Mapping[str, str]) -> PodDemand:
     model, process = view.model, view.process
     spec: Mapping[str, Any] = (process or {}).get("spec") or {}
     same = spec.get("pool") == model.spec.pool and (spec.get("model") or {}).get("uid") == model.metadata.uid
@@ -130,7 +130,9 @@ def _demand(view: ModelView, serving: Collection[str]) -> PodDemand:
         model=demand_of(model, measured),
         replicas=1 if replicas is None else max(1, replicas),
         current=tuple(spec.get("pods") or ()) if same else (),
-        serving=frozenset(e["pod"] for e in entries if e.get("ready") and e["pod"] in serving),
+        serving=frozenset(
+            e["pod"] for e in entries if e.get("ready") and e["pod"] in serving and is_by(e, serving[e["pod"]])
+        ),
         image=str(spec.get("publishHash", "")) if same else "",
     )
 

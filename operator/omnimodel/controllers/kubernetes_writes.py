@@ -12,7 +12,7 @@ from typing import Any
 from omnimodel.controllers.kubernetes_cache import Cache, Key, version_of
 from omnimodel.controllers.kubernetes_children import TOKEN_KEY, Child, differences, owned_by
 from omnimodel.controllers.kubernetes_health import Hearing
-from omnimodel.controllers.kubernetes_pods import PodView, speaks_for
+from omnimodel.controllers.kubernetes_pods import PodView, is_by, speaks_for
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
 from omnimodel.kube import LEASES, PODS, POOLS, PROCESSES, SECRETS, Kind, Kube, KubeError, key_of
@@ -192,13 +192,17 @@ class Writer:
         self._took(kind, answer)
         return True
 
-    async def is_replaced(self, namespace: str | None, pod: PodView) -> bool:
-        """Whether a pod's own agent has not been heard of even now, so that what is said of it is by its predecessor.
+    async def is_by_predecessor(self, namespace: str | None, pod: PodView, entry: Mapping[str, Any]) -> bool:
+        """Whether what is said of a pod is by one of its name before it, as the API server has them now.
 
-        An agent renews its lease before it writes anything else, and news of the lease may come after news of that.
+        News of the pod may come after news of what its agent wrote, and so may news of the agent's lease, which it
+        renews before it writes anything else.
         """
         if namespace is None or pod.item is None:
             return False
+        if entry.get("podUid"):
+            there = await self._kube.list(PODS, namespace, fields=f"metadata.name={pod.name}")
+            return not any(is_by(entry, item["metadata"]["uid"]) for item in there.items)
         lease = await self._kube.get(LEASES, pod.name, namespace)
         return lease is None or not speaks_for(lease, pod.item)
 

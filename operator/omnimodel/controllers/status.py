@@ -160,10 +160,11 @@ def model_status(
     return status
 
 
-def residency_entry(pod: str, report: ModelReport) -> dict[str, Any]:
+def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[str, Any]:
     """The entry of one pod in the status of a model."""
     return {
         "pod": pod,
+        **({"podUid": pod_uid} if pod_uid else {}),
         "tier": report.tier,
         "phase": report.phase,
         "ready": report.ready,
@@ -225,10 +226,11 @@ def spokesman(reports: Sequence[ModelReport], generation: int) -> ModelReport | 
     return min(reports, key=rank, default=None)
 
 
-def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = ()) -> dict[str, Any]:
+def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = (), pod_uid: str = "") -> dict[str, Any]:
     """The entry of one pod in the status of a pool."""
     return {
         "pod": pod,
+        **({"podUid": pod_uid} if pod_uid else {}),
         "ready": report.ready,
         "reason": "" if report.ready else report.reason,
         "message": "" if report.ready else report.message,
