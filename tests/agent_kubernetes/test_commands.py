@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -198,7 +200,7 @@ async def test_a_model_with_the_network_steers_nobody(world: World) -> None:
     await world.catalogue.assign(await world.catalogue.kube.create(MODELS, manifest), PODS_OF_BOTH[0])
     await eventually(lambda: world.ready_on("spy", PODS_OF_BOTH[0]), "the spy", START_SECONDS)
     agent = world.agents[0]
-    await eventually(lambda: _status(world, "spy", 400), "the gateway to know of it", 60)
+    await eventually(lambda: _known(world, "spy"), "the gateway to know of it", 60)
     text = f"AGENT, TOKEN_FILE = {agent.url!r}, {str(world.token_file)!r}\n{STEERING}"
     question = world.session.post(f"{world.gateway.url}/v2/models/team/spy/infer", data=json.dumps(code(text)))
     async with question as response:
@@ -209,6 +211,23 @@ async def test_a_model_with_the_network_steers_nobody(world: World) -> None:
     assert seen == dict.fromkeys(("evict", "logs", "objects", "request"), 401)
     await world.catalogue.delete("spy")
     await eventually(lambda: _forgotten(world, agent.url, "team/spy"), "the agent to unload it", 60)
+
+
+async def test_the_command_line_asks_an_agent_with_its_token(world: World) -> None:
+    async def omni(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "omnimodel.cli", "get", "models", "--address", world.agents[0].url, *options]
+        return await asyncio.to_thread(
+            subprocess.run, command, env=world.agents[0].environment, capture_output=True, text=True, check=False
+        )
+
+    done = await omni("--token-file", str(world.token_file))
+    assert (done.returncode, "team/one" in done.stdout) == (0, True), done.stderr
+    done = await omni()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this agent is asked with a token, and there was none; send the one of the")
+    done = await omni("--token-file", str(world.folder / "none"))
+    assert done.returncode == 1
+    assert "name a file that can be read" in done.stderr
 
 
 async def test_a_token_that_is_changed_costs_no_request(world: World) -> None:
@@ -299,6 +318,10 @@ async def test_a_model_that_is_deleted_is_gone_and_its_bytes_are_free(world: Wor
     for agent in world.agents:
         await eventually(lambda agent=agent: _forgotten(world, agent.url, "team/slow"), "the agent to unload it", 60)
     assert await world.answers("one")
+
+
+async def _known(world: World, name: str) -> bool:
+    return (await world.ask(name))[0] not in {0, 404, 503}
 
 
 async def _status(world: World, name: str, status: int) -> bool:
