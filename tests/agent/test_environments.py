@@ -49,6 +49,12 @@ async def test_a_package_that_is_missing_is_installed_and_nothing_that_is_there(
     assert list(folder.rglob("tiktoken/__pycache__/*.pyc"))  # the model's process cannot write it
 
 
+async def test_a_first_build_with_extras_on_a_machine_that_has_cached_nothing(environments, tmp_path, monkeypatch):
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    folder = await environments.build(SUBJECT, ["tabulate[widechars]==0.9.0"])
+    assert imports(folder, "import tabulate, wcwidth; print(tabulate.__version__)") == "0.9.0"
+
+
 async def test_equal_sets_share_one_whatever_their_order(environments):
     first = await environments.build(SUBJECT, ["tiktoken==0.14.0", "numpy"])
     assert await Environments(environments.root).build(SUBJECT, ["numpy", "tiktoken==0.14.0", "numpy"]) == first

@@ -42,7 +42,8 @@ Build = Callable[[Path, Sequence[str], Variables, Progress], Awaitable[Finished]
 
 _ADDED = re.compile(r"^ \+ (\S+)==(\S+)(?: \(from (\S+)\))?$")
 _LAST_LINES = 6
-_NOT_CACHED = re.compile(r"network (connectivity )?(is|was) disabled", re.IGNORECASE)  # uv, when it fails of --offline
+# What uv says when it may have failed only of --offline.
+_NOT_CACHED = re.compile(r"network (connectivity )?(is|was) disabled|there (is|are) no versions? of", re.IGNORECASE)
 _LOCK_SECONDS = 0.1
 _NO_WHEEL = re.compile(r"no wheels|no usable wheels|building from source is disabled", re.IGNORECASE)
 _MARKER = "environment.json"
