@@ -11,6 +11,7 @@ from kube.world import World, is_ready, pool, until
 from omnimodel.agent.kept import FOLDER_VARIABLE
 from omnimodel.api import OmniPool
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_stateful_set, differences
+from omnimodel.controllers.kubernetes_pods import PodView, problem_of
 from omnimodel.kube import PODS, POOLS, STATEFUL_SETS, Kind, KubeError
 
 CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
@@ -95,6 +96,23 @@ def test_published_stores_are_read_only_where_the_agent_looks() -> None:
         mount = mounts(found)[f"published-{item.name}"]
         assert (mount["mountPath"], mount["readOnly"]) == (item.folder, True)
     assert FOLDER_VARIABLE not in told(found), "what is missing there is published into the pod"
+
+
+@pytest.mark.parametrize(
+    ("said", "now", "stalled"),
+    [
+        pytest.param("pod has unbound immediate PersistentVolumeClaims", 2.0, False, id="its volume is being made"),
+        pytest.param("pod has unbound immediate PersistentVolumeClaims", 61.0, True, id="nobody makes its volume"),
+        pytest.param('persistentvolumeclaim "stores" not found', 2.0, True, id="it is not there"),
+    ],
+)
+def test_a_claim_has_time_to_be_bound(said: str, now: float, stalled: bool) -> None:
+    conditions = [{"type": "PodScheduled", "status": "False", "message": said}]
+    item = {"metadata": {"name": "gpu-0", "uid": "u"}, "status": {"phase": "Pending", "conditions": conditions}}
+    pod = PodView("gpu-0", 0, item, {}, heard_seconds=None, away_seconds=0.0)
+    found, by_hand = problem_of(pod, now) or (None, None)
+    assert found is not None
+    assert (found.reason, by_hand) == ("ClaimNotFound", stalled)
 
 
 @pytest.mark.cluster_api

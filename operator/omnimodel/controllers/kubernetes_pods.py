@@ -23,7 +23,9 @@ BACK_SECONDS = 30.0  # before that one that answers again gets what others had: 
 START_SECONDS = 600.0  # the same of one that is still being made: an image of many GB takes minutes to pull
 GONE_SECONDS = 15.0  # without a Pod for so long: longer than a restart leaves none
 STUCK_SECONDS = 60.0  # after its grace period: nobody on its node will end it any more
+PROVISION_SECONDS = 60.0  # for a volume to be made for a claim: until then nobody has to do anything
 ZONE_LABEL = "topology.kubernetes.io/zone"
+_UNBOUND = "unbound immediate PersistentVolumeClaims"  # as a scheduler says it
 _WAITS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _FAILS = {"CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 _ENDED = {"Failed", "Succeeded"}
@@ -163,7 +165,10 @@ def problem_of(pod: PodView, now_seconds: float) -> tuple[Refusal, bool] | None:
     if pod.item is None or _phase(pod.item) != "Running":
         found = None if pod.item is None else _unschedulable(pod) or _not_started(pod)
         found = found or pod.trouble
-        return None if found is None else (found, True)
+        if found is None:
+            return None
+        since = now_seconds if pod.away_seconds is None else pod.away_seconds
+        return found, not (_UNBOUND in found.message and now_seconds - since < PROVISION_SECONDS)
     failed = _not_started(pod)
     if failed is not None:
         return failed, True
