@@ -178,7 +178,6 @@ def test_the_namespace_may_come_behind_any_command(plugin: Plugin, command: str)
         ("describe", "-n", "elsewhere", "words"),
         ("describe", "words", "--namespace=elsewhere"),
         ("-n", "default", "wake", "words", "-n", "elsewhere"),
-        ("logs", "-n", "elsewhere", "words"),
         ("get", "models", "words", "-nelsewhere"),
     ],
     ids=" ".join,
