@@ -65,3 +65,35 @@ def test_ones_own_memory_is_counted_by_page() -> None:
     held = b"x" * (32 << 20)
     assert 24 << 20 < memory.of([os.getpid()]) - before < 48 << 20
     assert len(held) == 32 << 20
+
+
+# The parent is the zygote: it holds 64 MiB before it forks, and then ends; the child takes 32 MiB more when it is told.
+LEFT = """
+import os, sys
+shared = b"x" * (64 << 20)
+if os.fork():
+    sys.stdin.readline()
+    os._exit(0)
+print(os.getpid(), flush=True)
+while os.getppid() == int(sys.argv[1]):
+    pass
+own = b"y" * (32 << 20)
+print("grown", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_process_shared_with_a_zygote_that_has_ended_does_not_become_its_own() -> None:
+    program = "import os, sys; sys.argv.append(str(os.getpid()))\n" + LEFT
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as zygote:
+        pid = int(zygote.stdout.readline())
+        memory = PrivateMemory()
+        before = memory.of([pid])
+        assert before < 16 << 20
+        zygote.stdin.write("end\n")
+        zygote.stdin.flush()
+        assert zygote.stdout.readline() == "grown\n"
+        assert PrivateMemory().of([pid]) > before + (90 << 20)
+        after = PrivateMemory({pid: memory.shared[pid]}).of([pid])
+        assert (30 << 20) < after - before < (36 << 20)
+        zygote.stdin.close()

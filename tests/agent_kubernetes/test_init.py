@@ -25,7 +25,7 @@ def say(text):
     with open({log!r}, "a") as file:
         file.write(text + "\\n")
 
-def work():
+def work(store):
 {work}
 
 assert os.getpid() == 1

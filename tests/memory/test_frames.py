@@ -320,3 +320,51 @@ async def test_close_keeps_what_a_process_may_still_read(pool, account, device):
     await pool.close()
     assert account.frames == 2
     assert os.fstat(allocation.frames[0].descriptor).st_size == FRAME
+
+
+async def test_frames_of_an_agent_that_is_gone_are_taken_over_with_what_they_hold(pool, device):
+    first = await wake(pool, "a", 2)
+    ctypes.memset(first.frames[1].handle.address, 7, FRAME)
+    kept = {frame.id: os.dup(frame.descriptor) for frame in first.frames}
+    other = HostDevice(FRAME, threads=1)
+    try:
+        account = DeviceAccount(8 * FRAME, FRAME)
+        after = FramePool(other, account)
+        frames = after.adopt("b", "a", kept, 3 << 20)
+        assert [frame.id for frame in frames] == [frame.id for frame in first.frames]
+        assert ctypes.string_at(frames[1].handle.address, FRAME) == b"\7" * FRAME
+        assert account.snapshot().held == {"b": {Kind.FRAMES: 2 * FRAME, Kind.WORKING: 3 << 20}}
+        ctypes.memset(frames[1].handle.address, 8, FRAME)
+        assert ctypes.string_at(first.frames[1].handle.address, 1) == b"\10"  # the same memory
+        assert after.release("b") == 2
+        assert after.valid_frames("a") == 2
+        new = await wake(after, "c", 6)
+        assert len({frame.id for frame in new.frames}) == account.frames == 6  # no number twice
+    finally:
+        other.close()
+
+
+async def test_what_is_no_frame_is_not_taken_over(device, account):
+    small, good = os.memfd_create("small"), os.memfd_create("good")
+    os.ftruncate(good, FRAME)
+    pool = FramePool(device, account)
+    with pytest.raises(LedgerError, match="another size"):
+        pool.adopt("a", "a", {3: good, 4: small}, 1 << 20)
+    assert account.snapshot().held == {}
+    assert (account.frames, pool.owners()) == (0, {})
+    for descriptor in (small, good):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+async def test_more_than_the_budget_is_not_taken_over(device, account):
+    good = [os.memfd_create("good") for _ in range(2)]
+    for descriptor in good:
+        os.ftruncate(descriptor, FRAME)
+    pool = FramePool(device, account)
+    with pytest.raises(LedgerError, match="are free"):
+        pool.adopt("a", "a", dict(enumerate(good)), 7 * FRAME)
+    assert account.snapshot().held == {}
+    assert account.frames == 0
+    for descriptor in good:
+        os.close(descriptor)

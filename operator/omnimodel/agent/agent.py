@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from omnimodel.agent.adoption import Adoption, served_by
 from omnimodel.agent.broker import Broker
 from omnimodel.agent.confinement import serving_request
+from omnimodel.agent.descriptors import DescriptorStore
 from omnimodel.agent.events import EventLog
 from omnimodel.agent.ingress import Ingress
 from omnimodel.agent.instance import Instance
@@ -50,14 +52,17 @@ class Agent:
 
     Args:
         state_dir: where it keeps images, environments and logs.
+        store: keeps descriptors for the next agent, when this one is killed; None when no other will follow.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, store: DescriptorStore | None = None) -> None:
         self.layout = Layout(state_dir.resolve())
         self.events = EventLog()
         self.ingress = Ingress(self._serving)
         self._node = os.environ.get("OMNI_NODE_NAME") or socket.gethostname()
+        self._store = store
         self._spawner: Spawner | None = None
+        self._adoption = Adoption(())
         self._broker: Broker | None = None
         self._preparation: Preparation | None = None
         self._machine: Machine | None = None
@@ -80,9 +85,11 @@ class Agent:
     # Life
 
     async def start(self) -> None:
-        """Clean what an earlier agent left behind, find out what the machine allows, begin the first zygote."""
+        """Find out what the machine allows, clean what an earlier agent left behind, begin the first zygote."""
         await asyncio.to_thread(self.layout.make)
-        self._spawner = await Spawner.open(self.layout.root)
+        self._spawner = await Spawner.open(self.layout.root, store=self._store)
+        self._adoption = Adoption(self._spawner.survivors)
+        self._numbers = itertools.count(self._adoption.first_number)
         # Nothing waits for it: the first fork does, if it comes before.
         self._background.add(asyncio.create_task(self._warm_up(self._spawner), name="first zygote"))
 
@@ -143,10 +150,14 @@ class Agent:
         Raises:
             OmniError: the pool cannot be served on this machine; what runs goes on.
         """
+        wanted = {process.key: process for process in processes if not process.spec.suspend}
+        if self._broker is None:
+            self._machine = self._machine or self._adoption.machine(Machine.now())
+            found = supply(pool, self._machine)
+            await self._adoption.choose({key: process.spec.to_dict() for key, process in wanted.items()}, found)
         self._serve(pool)
         assert self._preparation is not None
         self._preparation.origins.follow(pool.spec.sources)
-        wanted = {process.key: process for process in processes if not process.spec.suspend}
         for key in [key for key in self._models if key not in wanted]:
             self._remove(self._models.pop(key))
             self._specs.pop(key, None)
@@ -204,7 +215,7 @@ class Agent:
             device = open_device(found.device, found.frame_bytes)
             undo.pop_all()
         self.layout, self._kept, self._published = layout, lock, published
-        ledger = Ledger(found.budget_bytes, found.host_bytes, found.frame_bytes)
+        ledger = Ledger(max(found.budget_bytes, self._adoption.device_bytes), found.host_bytes, found.frame_bytes)
         frames = FramePool(device, ledger.device)
         self._broker = Broker(
             DeviceMemory(device, ledger, frames, Arena(device, ledger.host)),
@@ -219,6 +230,7 @@ class Agent:
             "OmniPool", "", self._pool.metadata.name if self._pool else "", "Pruned", removed_words(gone)
         )
         self._preparation, self._opened = preparation, found
+        self._broker.resize(found.budget_bytes, found.host_bytes)
         self._broker.start()
 
     def _doubt_published(self, error: OmniError) -> None:
@@ -258,9 +270,12 @@ class Agent:
         assert self._broker is not None
         assert self._preparation is not None
         leaving = any(task.get_name() == f"remove {key}" for task in self._background)
+        instance = self._instance(spec, f"{key}@{next(self._revisions)}" if leaving else key)
+        if self._adoption.adopt(key, instance, self._broker.moves):
+            self._broker.instances[instance.name] = instance
         return Model(
             key,
-            self._instance(spec, f"{key}@{next(self._revisions)}" if leaving else key),
+            instance,
             make=lambda newer: self._instance(newer, f"{key}@{next(self._revisions)}"),
             broker=self._broker,
             preparation=self._preparation,
@@ -270,7 +285,13 @@ class Agent:
 
     def _instance(self, spec: dict[str, Any], name: str) -> Instance:
         assert self._broker is not None
-        return Instance(name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited)
+        return Instance(
+            name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited, keep=self._provide
+        )
+
+    def _provide(self, instance: Instance) -> None:
+        if self._store is not None and self._spawner is not None and instance.process is not None:
+            self._spawner.keep(instance.process, served_by(instance), instance.mapped or ())
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
         assert self._broker is not None

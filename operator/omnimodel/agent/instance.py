@@ -23,7 +23,7 @@ from omnimodel.agent.door import Door
 from omnimodel.agent.failures import Failures
 from omnimodel.agent.line import Line
 from omnimodel.errors import OmniError, ProcessError
-from omnimodel.protocol.process import Evict, Start, Wake
+from omnimodel.protocol.process import Evict, Settle, Start, Wake
 
 if TYPE_CHECKING:
     from omnimodel.agent.preparation import Prepared
@@ -69,6 +69,7 @@ class Instance:
         spawn: makes the process.
         changed: called after every change that the broker may have to act on.
         on_exit: called once a process is seen to be gone, with the reason when it was not told to go.
+        keep: provides for the agent being killed; called when what its process has or may have mapped changes.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Instance:
         spawn: Spawn,
         changed: Callable[[], None],
         on_exit: Callable[[Instance, OmniError | None], None],
+        keep: Callable[[Instance], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.namespace: str = spec["model"]["namespace"]
@@ -102,6 +104,7 @@ class Instance:
         self.private_bytes = 0
         self.process: ModelProcess | None = None
         self.session: aiohttp.ClientSession | None = None
+        self.mapped: Sequence[Frame] | None = None  # what its process may have mapped; None when it is not resident
 
         # Set by the broker when it has decided, before the move begins.
         self.draining = False
@@ -127,6 +130,7 @@ class Instance:
         self._spawn = spawn
         self._changed = changed
         self._on_exit = on_exit
+        self._keep = keep
         self._watch: asyncio.Task[None] | None = None
         self._ending = False  # told to
         self._killed: tuple[ModelProcess, OmniError | None] | None = None  # the last one, and why
@@ -260,7 +264,6 @@ class Instance:
                 prepared.threads,
             )
             reply = await process.command(start, (), self.limits.load_deadline_seconds)
-            session = self._session(process)
         except BaseException as error:
             if process is not None:
                 process.kill()
@@ -268,11 +271,42 @@ class Instance:
             self.set_state(State.COLD, error.problem if isinstance(error, OmniError) else "its start was cancelled")
             raise
         self.coming_bytes = reply.number("workingBytes")
-        self.process, self.session = process, session
-        self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
+        self.follow(process)
         self.last_start_seconds = time.monotonic() - began
         self.evicted_seconds = time.monotonic()
         self.set_state(State.WARM, "its process is started")
+        self.keep()
+
+    def follow(self, process: ModelProcess) -> None:
+        """Have this process from now on, until it is seen to be gone."""
+        self.process, self.session = process, self._session(process)
+        self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
+
+    def keep(self) -> None:
+        """Provide for the agent being killed. Before its first right answer a process is not worth it."""
+        if self.verified and self.process is not None:
+            self._keep(self)
+
+    async def settle(self) -> None:
+        """WARM or WAKING -> WARM or RESIDENT: ask a process what the last command of another agent has come to.
+
+        Raises:
+            OmniError: it does not say, or does not know; it is to be killed.
+        """
+        process = self.process
+        if process is None:
+            raise ProcessError(self.subject, "its process ended with the agent")
+        timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
+        tier = (await process.command(Settle(), (), timeout_seconds)).values.get("tier")
+        if tier == "resident" and self.mapped is not None:
+            self.woken_seconds = self.idle_seconds = time.monotonic()
+            self.set_state(State.RESIDENT, "its process outlived the agent")
+        elif tier == "warm":
+            self.mapped = None
+            self.evicted_seconds = time.monotonic()
+            self.set_state(State.WARM, "its process outlived the agent")
+        else:
+            raise ProcessError(self.subject, "what the agent told its process last before it was killed has failed")
 
     def _session(self, process: ModelProcess) -> aiohttp.ClientSession:
         idle_seconds = _IDLE_FOREIGN_CONNECTION_SECONDS if self.foreign else _IDLE_CONNECTION_SECONDS
@@ -299,6 +333,8 @@ class Instance:
             raise ProcessError(self.subject, "its process ended while it was woken")
         began = time.monotonic()
         timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
+        self.mapped = frames
+        self.keep()
         await process.command(
             Wake([frame.id for frame in frames]), [frame.descriptor for frame in frames], timeout_seconds
         )
@@ -340,6 +376,8 @@ class Instance:
         self.evicted_seconds = time.monotonic()
         self.frozen_since_seconds = self.evicted_seconds if frozen else None
         self.set_state(State.FROZEN if frozen else State.WARM, why)
+        self.mapped = None
+        self.keep()
 
     async def stop(self, why: str) -> None:
         """WARM -> COLD: end the process in peace."""
@@ -375,7 +413,7 @@ class Instance:
 
     async def _watch_exit(self, process: ModelProcess) -> None:
         ended = await asyncio.shield(process.exited)
-        session, self.session, self.process = self.session, None, None
+        session, self.session, self.process, self.mapped = self.session, None, None, None
         self.set_state(State.STOPPING, "its process has ended")
         if session is not None:
             await session.close()

@@ -1,4 +1,7 @@
-"""What would be left over if the agent were killed now: a file for each process, read at the next start."""
+"""What would be left over if the agent were killed now: a file for each process, read at the next start.
+
+What cannot be gone on with (see `survivors`) is ended and removed then.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import os
 import select
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +34,13 @@ def start_ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError):
         return None
+
+
+def has_ended(pidfd: int, timeout_seconds: float = 0.0) -> bool:
+    """Whether the process of a pidfd has ended, or ends in time."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_seconds * 1000))
 
 
 @dataclass(frozen=True)
@@ -108,27 +118,32 @@ def kill_exactly(pids: Sequence[tuple[int, int]], timeout_seconds: float = _KILL
         else:
             os.close(pidfd)
     for pidfd in held:
-        select.select([pidfd], [], [], timeout_seconds)
+        has_ended(pidfd, timeout_seconds)
         os.close(pidfd)
     return len(held)
 
 
-def clean_leftovers(state_dir: str | os.PathLike[str]) -> Leftovers:
+def clean_leftovers(state_dir: str | os.PathLike[str], kept: Collection[str] = ()) -> Leftovers:
     """End the processes of an agent that was killed, and remove their groups, sockets and folders.
 
     Their mounts are in namespaces of their own and go with them.
+
+    Args:
+        state_dir: of the agent.
+        kept: instances that are left alone.
     """
     root = Path(state_dir)
     journal = Journal(root / "journal")
-    entries = journal.entries()
+    entries = [entry for entry in journal.entries() if entry.instance not in kept]
     processes = kill_exactly([(entry.pid, entry.start_ticks) for entry in entries])
     found = Groups.detect(root)
-    groups = found.clean()
+    groups = found.clean(kept)
     found.close()
     run = root / "run"
     paths = {path for entry in entries for path in entry.paths if Path(path).is_relative_to(run)}
     if run.is_dir():
-        paths |= {str(path) for path in run.iterdir()}
+        spared = {name for instance in kept for name in (instance, f"{instance}.sock", f"{instance}.mounts")}
+        paths |= {str(path) for path in run.iterdir() if path.name not in spared}
     removed = 0
     for name in paths:
         path = Path(name)

@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def run(self) -> Path:
-        """Sockets and the folders of running processes; emptied at each start."""
+        """Sockets and the folders of running processes; emptied at each start of what nobody goes on with."""
         return self.root / "run"
 
     @property

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,8 +265,8 @@ class Groups:
         group.missing = tuple(missing)
         return group
 
-    def clean(self) -> int:
-        """Kill and remove everything under the parents, and the parents.
+    def clean(self, kept: Collection[str] = ()) -> int:
+        """Kill and remove every group under the parents, but for the `kept`.
 
         Returns:
             How many groups were left over.
@@ -276,7 +276,7 @@ class Groups:
             for hierarchy in self.hierarchies
             if hierarchy.parent.exists()
             for entry in hierarchy.parent.iterdir()
-            if entry.is_dir()
+            if entry.is_dir() and entry.name not in kept
         }
         for name in names:
             _empty(Group(name, self.hierarchies))

@@ -173,6 +173,9 @@ class Model:
         self._task = asyncio.create_task(self._until_it_serves(instance), name=f"bring {instance.name}")
 
     async def _until_it_serves(self, instance: Instance) -> None:
+        if instance.verified:  # an earlier agent has brought it up
+            self._say("serving")
+            return
         while True:
             try:
                 if instance.prepared is None:
@@ -288,6 +291,7 @@ class Model:
         if renew:  # the process still has the grant for its limit; the next one has what was measured
             await self._broker.orders.stop(instance, "its size is known now")
         instance.verified = True
+        instance.keep()
         instance.failures.recovered()
         instance.wish_again()
         instance.door.admit()

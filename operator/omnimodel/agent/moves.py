@@ -160,6 +160,37 @@ class Moves:
         self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
         await self._measure(instance)
 
+    def adopt(self, instance: Instance, since_seconds: float) -> asyncio.Task[None]:
+        """Go on with the process of an instance that outlived its agent; what it may hold is its own."""
+        self._check_free(instance)
+        instance.reserved = instance.mapped is not None
+        instance.set_state(State.WAKING if instance.reserved else State.WARM, "its process outlived the agent")
+        return self._begin(instance, self._adopt(instance, since_seconds))
+
+    async def _adopt(self, instance: Instance, since_seconds: float) -> None:
+        """WARM or WAKING -> WARM or RESIDENT; a process that does not know what it is at is killed."""
+        process, was_resident = instance.process, instance.mapped is not None
+        try:
+            await instance.settle()
+        except OmniError as error:
+            self.memory.frames.quarantine(instance.name)
+            await instance.kill(error)
+            instance.wish_again()
+            return
+        finally:
+            instance.reserved = False
+        if instance.resident and process is not None:
+            instance.door.abandon(process)  # its requests have lost their clients
+            instance.door.admit()
+        else:
+            self.memory.frames.release(instance.name)
+            self.memory.ledger.device.give_back(instance.name, Kind.WORKING)
+            await self._measure(instance)
+        if instance.resident == was_resident:
+            instance.since_seconds = since_seconds
+        instance.keep()
+        self.tell(instance, "Adopted", instance.message)
+
     def let_go(self, instance: Instance, *, freeze: bool, for_whom: str) -> asyncio.Task[None]:
         """Take a victim off the device, or freeze its requests; at once for whoever asks what it holds."""
         self._check_free(instance)

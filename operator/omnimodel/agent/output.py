@@ -35,11 +35,17 @@ def rotated(path: Path) -> Path:
 
 
 class Output:
-    """The output of one process."""
+    """The output of one process.
 
-    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        path: of the file.
+        loop: in which `ended` is awaited.
+        pipe: its reading end, of a process that there is already.
+    """
+
+    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, pipe: int | None = None) -> None:
         self.path = path
-        self.read_descriptor, self.write_descriptor = os.pipe2(os.O_CLOEXEC)
+        self.read_descriptor, self.write_descriptor = os.pipe2(os.O_CLOEXEC) if pipe is None else (pipe, -1)
         os.set_blocking(self.read_descriptor, False)
         with contextlib.suppress(OSError):
             _resize(self.read_descriptor)
@@ -142,9 +148,9 @@ class OutputPump:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def add(self, path: Path) -> Output:
-        """Make a pipe whose output goes to the file `path`."""
-        output = Output(path, asyncio.get_running_loop())
+    def add(self, path: Path, pipe: int | None = None) -> Output:
+        """Make a pipe, or read the given one; its output goes to the file `path`."""
+        output = Output(path, asyncio.get_running_loop(), pipe)
         with self._lock:
             self._added.append(output)
         os.write(self._wake_write, b".")

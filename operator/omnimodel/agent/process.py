@@ -29,6 +29,7 @@ from omnimodel.protocol.process import (
     Progress,
     Publish,
     Reply,
+    Settle,
     Start,
     Stop,
     Wake,
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 ProgressSaid = Callable[[Progress], None]
 
 _STATUS_SECONDS = 1.0
+_STATUS_LOOKS, _LOOK_SECONDS = 20, 0.01
 _DRAIN_SECONDS = 0.5
 _KILL_SECONDS = 10.0
 _WATCH_SECONDS = 0.5
@@ -86,8 +88,10 @@ class ModelProcess:
         forked: the process.
         group: its control group.
         output: what it prints.
-        listener: the socket it serves on, `socket_path` its address for the agent.
+        listener: the socket it serves on, `socket_path` its address for the agent; None when it has it already.
         release: removes what belongs to it after its end.
+        first_command: the number of the first command; numbers of one process only grow, whichever agent sends them.
+        shared_bytes: anonymous memory that it shared with its zygote, when that is gone.
     """
 
     def __init__(
@@ -98,9 +102,12 @@ class ModelProcess:
         forked: Forked,
         group: Group,
         output: Output,
-        listener: socket.socket,
+        listener: socket.socket | None,
         socket_path: Path,
         release: Callable[[ModelProcess], Awaitable[None]],
+        *,
+        first_command: int = 1,
+        shared_bytes: int | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.subject = subject
@@ -120,14 +127,14 @@ class ModelProcess:
         self.output = output
         self.listener = listener
         self._release = release
-        self._next_id = 1
+        self._next_id = first_command
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._progress: dict[int, ProgressSaid] = {}
         self._moving: dict[int, _Moving] = {}
         self._stopping = False
         self._killed = False
         self._over_memory = False
-        self._private = PrivateMemory()
+        self._private = PrivateMemory(None if shared_bytes is None else {self.pid: shared_bytes})
         self._garbled = ""  # what it said that it must not say
         self._deaf = False  # it closed its control channel
         self._dead = asyncio.Event()
@@ -179,6 +186,7 @@ class ModelProcess:
         if progress is not None:
             self._progress[number] = progress
         if isinstance(command, Start):
+            assert self.listener is not None
             descriptors = (self.listener.fileno(), *descriptors)
         envelope = Envelope(number, self.generation, self.instance, command)
         try:
@@ -234,6 +242,18 @@ class ModelProcess:
         if usage is not None:
             return usage
         return self._private.of(self.group.pids() or {self.pid, *session_of(self.pid)})
+
+    @property
+    def shared_bytes(self) -> int | None:
+        """Anonymous memory that it shares with its zygote, as seen last; None when nobody looked."""
+        return self._private.shared.get(self.pid)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Its descriptors that must not be closed as long as it lives."""
+        return {
+            "channel": self._channel.sock.fileno(), "output": self.output.read_descriptor, "pidfd": self._pidfd,
+        }  # fmt: skip
 
     async def _watch_memory(self) -> None:
         """The memory limit of a machine without control groups for it."""
@@ -332,7 +352,12 @@ class ModelProcess:
         except (TimeoutError, asyncio.CancelledError):
             if self._released.cancelling():
                 raise
-            return status_by_pidfd(self._pidfd)  # the zygote that would have told it is gone
+        # The zygote that would have told it is gone. The kernel tells it once somebody has waited for the process.
+        for _ in range(_STATUS_LOOKS):
+            if (status := status_by_pidfd(self._pidfd)) is not None:
+                return status
+            await asyncio.sleep(_LOOK_SECONDS)
+        return None
 
     def _reason(self, status: int | None) -> ProcessExit:
         lines = [line.strip() for line in self.output.tail(200).splitlines() if line.strip()]
@@ -371,7 +396,20 @@ _LATE: dict[type[Command], tuple[Reason, str]] = {
     Wake: (Reason.LOAD_TIMEOUT, "see its log"),
     Evict: (Reason.EVICT_TIMEOUT, "its process is killed so that its memory comes back"),
     Stop: (Reason.EVICT_TIMEOUT, "its process is killed"),
+    Settle: (Reason.DEADLINE_EXCEEDED, "it is killed, and started again"),
 }
+
+
+def children_of_user(parent: int, uid: int) -> list[int]:
+    """Children of a process that run as a user."""
+    found = []
+    with contextlib.suppress(OSError):
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+                if any(row.split()[1] == str(uid) for row in rows if row.startswith("Uid:")):
+                    found.append(int(pid))
+    return found
 
 
 def session_of(leader: int) -> list[int]:

@@ -7,27 +7,36 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omnimodel.agent.journal import Entry, Journal, clean_leftovers
 from omnimodel.agent.limits import Group, GroupLimits, Groups
 from omnimodel.agent.output import Output, OutputPump
-from omnimodel.agent.process import ModelProcess
+from omnimodel.agent.private import anonymous_bytes
+from omnimodel.agent.process import ModelProcess, children_of_user
+from omnimodel.agent.survivors import Facts, Served, Survivor, facts_name, find_survivors, frame_name, frames_name
 from omnimodel.agent.zygotes import SERVE, Forked, Zygotes
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.isolation import Level, Reached, SandboxPlan
 from omnimodel.isolation.probe import probe_async
-from omnimodel.protocol.channel import ChannelClosed
+from omnimodel.protocol.channel import Allowance, AsyncChannel, ChannelClosed
+
+if TYPE_CHECKING:
+    from omnimodel.agent.descriptors import DescriptorStore
+    from omnimodel.memory.devices import Frame
 
 log = logging.getLogger(__name__)
 
 _SOCKET_PATH_BYTES = 107  # man 7 unix
 _REMOVE_SECONDS = 5.0
 _BACKLOG = 512
+_COMMANDS_OF_AN_AGENT = 1 << 32  # numbers that one agent has for its commands to one process
 _OOM_SCORE = "500"  # when the whole machine is out of memory, a model goes before the agent
 
 
@@ -75,15 +84,27 @@ class Spawner:
         zygotes: where processes are forked from.
         reached: the isolation that this machine gives, from `open`.
         groups: control groups.
+        store: keeps descriptors for the next agent; None when there is none to come.
     """
 
-    def __init__(self, state_dir: Path, zygotes: Zygotes, reached: Reached, groups: Groups) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        zygotes: Zygotes,
+        reached: Reached,
+        groups: Groups,
+        store: DescriptorStore | None = None,
+    ) -> None:
         self.state_dir = state_dir
         self.zygotes = zygotes
         self.groups = groups
         self.reached = reached
         self.journal = Journal(state_dir / "journal")
         self.pump = OutputPump()
+        self.survivors: list[tuple[ModelProcess, Survivor]] = []  # of an earlier agent
+        self._store = store
+        self._stored: dict[ModelProcess, frozenset[int]] = {}  # whose descriptors are kept, with which frames
+        self._agents: dict[ModelProcess, int] = {}
         self._processes: set[ModelProcess] = set()
         self._run = state_dir / "run"
         self._run.mkdir(parents=True, exist_ok=True)
@@ -91,15 +112,104 @@ class Spawner:
         self._run_descriptor = os.open(self._run, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @classmethod
-    async def open(cls, state_dir: str | os.PathLike[str], zygotes: Zygotes | None = None) -> Spawner:
-        """Clean what a killed agent left, and find out what this machine allows."""
+    async def open(
+        cls,
+        state_dir: str | os.PathLike[str],
+        zygotes: Zygotes | None = None,
+        store: DescriptorStore | None = None,
+    ) -> Spawner:
+        """Find out what this machine allows, clean what a killed agent left, and take over what lives and is whole."""
         root = await asyncio.to_thread(lambda: Path(state_dir).resolve())
-        await asyncio.to_thread(clean_leftovers, root)
+        survivors: list[Survivor] = []
+        if store is not None:
+            entries = await asyncio.to_thread(Journal(root / "journal").entries)
+            survivors = await asyncio.to_thread(find_survivors, entries, store.found)
+            store.leave([name for survivor in survivors for name in survivor.names])
+        await asyncio.to_thread(clean_leftovers, root, [survivor.entry.instance for survivor in survivors])
         reached = await probe_async()
         groups = await asyncio.to_thread(Groups.detect, root)
         reached = replace(reached, missing=(*reached.missing, *groups.missing))
         log.info("isolation level=%s missing=%d", reached.level, len(reached.missing))
-        return cls(root, zygotes or Zygotes(root), reached, groups)
+        spawner = cls(root, zygotes or Zygotes(root), reached, groups, store)
+        spawner.survivors = [(spawner._take_over(survivor), survivor) for survivor in survivors]
+        return spawner
+
+    def _take_over(self, survivor: Survivor) -> ModelProcess:
+        """Go on with a process: its output, its control channel, and the watch for its end."""
+        entry, held, facts = survivor.entry, survivor.held, survivor.facts
+        facts = replace(facts, agents=facts.agents + 1)
+        self._put_facts(entry.instance, facts)  # before any command: no number comes twice
+        os.close(held["facts"])
+        if facts.shared_bytes is None:
+            facts = replace(facts, shared_bytes=anonymous_bytes(entry.pid))
+        channel = AsyncChannel(socket.socket(fileno=held["channel"]), allowance=Allowance())
+        process = ModelProcess(
+            facts.subject,
+            facts.generation,
+            facts.plan,
+            Forked(entry.instance, entry.pid, entry.start_ticks, held["pidfd"], channel, facts.reached, 0.0, 0.0),
+            Group(entry.instance, self.groups.hierarchies, facts.group_missing),
+            self.pump.add(Path(facts.log_path), held["output"]),
+            None,
+            self._socket_path(entry.instance),
+            self._release,
+            first_command=facts.agents * _COMMANDS_OF_AN_AGENT,
+            shared_bytes=facts.shared_bytes,
+        )
+        process.started_seconds = facts.started_seconds
+        self._processes.add(process)
+        self._agents[process] = facts.agents
+        self._stored[process] = frozenset(survivor.frames)
+        log.info("taken_over instance=%s pid=%d agents=%d", entry.instance, entry.pid, facts.agents)
+        return process
+
+    def keep(self, process: ModelProcess, served: Served, frames: Sequence[Frame]) -> None:
+        """Provide for the agent being killed: what the next one needs to go on with a process is kept.
+
+        Args:
+            process: that serves.
+            served: what it serves, as it is from now on.
+            frames: that it may have mapped from now on.
+        """
+        store, instance = self._store, process.instance
+        if store is None:
+            return
+        kept, wanted = self._stored.get(process), frozenset(frame.id for frame in frames)
+        named = {} if kept is not None else {f"{instance}/{name}": number for name, number in process.held.items()}
+        named |= {frame_name(instance, frame.id): frame.descriptor for frame in frames if frame.id not in (kept or ())}
+        if named:
+            store.put(named)
+        facts = Facts(
+            process.subject,
+            process.generation,
+            process.plan,
+            process.reached,
+            process.started_seconds,
+            process.group.missing,
+            str(process.output.path),
+            process.shared_bytes,
+            self._agents.get(process, 1),
+            served,
+        )
+        try:
+            self._put_facts(instance, facts)
+        except OSError as error:  # what is there is old now: nobody may go on by it
+            log.warning("not_kept instance=%s error=%s", instance, error)
+            store.drop(instance)
+            self._stored.pop(process, None)
+            return
+        if gone := (kept or frozenset()) - wanted:
+            for name in [frame_name(instance, number) for number in gone] if wanted else [frames_name(instance)]:
+                store.drop(name)
+        self._stored[process] = wanted
+
+    def _put_facts(self, instance: str, facts: Facts) -> None:
+        descriptor = facts.write()
+        try:
+            if self._store is not None:
+                self._store.put({facts_name(instance): descriptor})
+        finally:
+            os.close(descriptor)
 
     async def spawn(self, request: ProcessRequest) -> ModelProcess:
         """Fork a process, put it into its sandbox and control group, and let its code begin.
@@ -137,8 +247,7 @@ class Spawner:
                     timeout_seconds=request.fork_seconds,
                 )
             output.close_writer()
-            paths = (str(self._run / f"{plan.instance}.sock"), str(folder))
-            self.journal.record(Entry(plan.instance, forked.pid, forked.start_ticks, paths))
+            self.journal.record(Entry(plan.instance, forked.pid, forked.start_ticks, self._paths(plan.instance)))
             _offer_to_oom_killer(forked.pid)
             if not group.holds(forked.pid):
                 await asyncio.to_thread(group.add, forked.pid)
@@ -191,10 +300,7 @@ class Spawner:
 
     def _listen(self, instance: str) -> tuple[Path, socket.socket]:
         """The socket that the process will serve on; only the agent may connect."""
-        name = f"{instance}.sock"
-        path = self._run / name
-        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
-            path = Path(f"/proc/self/fd/{self._run_descriptor}/{name}")
+        path = self._socket_path(instance)
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -206,6 +312,17 @@ class Spawner:
             listener.close()
             raise
         return path, listener
+
+    def _socket_path(self, instance: str) -> Path:
+        name = f"{instance}.sock"
+        path = self._run / name
+        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+            path = Path(f"/proc/self/fd/{self._run_descriptor}/{name}")
+        return path
+
+    def _paths(self, instance: str) -> tuple[str, ...]:
+        """What lies in the run folder for a process."""
+        return (str(self._run / f"{instance}.sock"), str(self._run / instance))
 
     async def _undo(
         self, instance: str, group: Group | None, output: Output | None, listener: socket.socket | None
@@ -231,6 +348,24 @@ class Spawner:
         """Remove what belonged to a process that has ended."""
         await self._undo(process.instance, process.group, process.output, process.listener)
         self._processes.discard(process)
+        self._agents.pop(process, None)
+        if self._store is None:
+            return
+        if self._stored.pop(process, None) is not None:
+            self._store.drop(process.instance)
+        if process.reached.level is not Level.NAMESPACES and process.plan.uid not in {0, os.geteuid()}:
+            living = {process.pid for process in self._processes}
+            await asyncio.to_thread(self._end_strays, process.plan.uid, living)
+
+    @staticmethod
+    def _end_strays(uid: int, living: set[int]) -> None:
+        """End what a model has left that got away from its session, where the zygote that would do so is gone.
+
+        The init has it then, with processes of models that live: one user may have several.
+        """
+        for pid in set(children_of_user(os.getppid(), uid)) - living:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Kill every process, end the zygotes, remove the groups."""

@@ -48,6 +48,13 @@ _ENVIRONMENT = {
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "TZ", "SSL_CERT_FILE")
 
 
+def nobody_tells() -> asyncio.Future[int]:
+    """The exit status of a process that no zygote of this agent waits for."""
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    future.cancel()
+    return future
+
+
 @dataclass
 class Forked:
     """A process that is in its sandbox and waits for `go`.
@@ -59,7 +66,7 @@ class Forked:
         channel: to the process.
         reached: its sandbox.
         fork_seconds, enter_seconds: what the two took.
-        status: its exit status (negative: the signal), when the zygote has told it.
+        status: its exit status (negative: the signal), when the zygote has told it; cancelled when none will.
     """
 
     instance: str
@@ -70,7 +77,7 @@ class Forked:
     reached: Reached
     fork_seconds: float
     enter_seconds: float
-    status: asyncio.Future[int] = field(repr=False)
+    status: asyncio.Future[int] = field(repr=False, default_factory=nobody_tells)
 
     async def go(self, env: Mapping[str, str], working_dir: str = "") -> None:
         """Let the model's code begin. Secrets go this way, past the zygote."""
@@ -222,7 +229,7 @@ class Zygotes:
             Reached.from_json(first["reached"]),
             reply["seconds"],
             first["seconds"],
-            zygote.statuses.get(reply["pid"]) or _cancelled(),
+            zygote.statuses.get(reply["pid"]) or nobody_tells(),
         )
         log.info(
             "forked instance=%s pid=%d level=%s fork_seconds=%.4f enter_seconds=%.4f",
@@ -349,12 +356,6 @@ class Zygotes:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._number += 1
         return self._logs / f"zygote-{self._number}.log"
-
-
-def _cancelled() -> asyncio.Future[int]:
-    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    future.cancel()
-    return future
 
 
 def _kill(pidfd: int) -> None:

@@ -21,6 +21,7 @@ from omnimodel.errors import OmniError
 
 if TYPE_CHECKING:
     from omnimodel.agent.agent import Agent
+    from omnimodel.agent.descriptors import DescriptorStore
     from omnimodel.controllers.agent_kubernetes_status import PodIdentity
 
 log = logging.getLogger(__name__)
@@ -84,20 +85,25 @@ def command(
     identity = PodIdentity(pod, pod_namespace, pool, pool_namespace or pod_namespace, pod_uid)
     options = Options(state_dir.resolve(), *listen, kubeconfig, namespaces, identity, drain_seconds, token_file)
 
-    def work() -> int:
+    def work(store: DescriptorStore | None = None) -> int:
         log_to_stderr(debug=debug)
         try:
-            asyncio.run(serve(options))
+            asyncio.run(serve(options, store))
         except Exception as error:
             report_error(error, debug=debug)
             return exit_code(error)
         return 0
 
+    raise_open_files()  # of the init too, which keeps descriptors of what the agent has
     context.exit(run_under_init(work) if os.getpid() == 1 else work())
 
 
-async def serve(options: Options) -> None:
+async def serve(options: Options, store: DescriptorStore | None = None) -> None:
     """Run until told to stop; drain, and leave nothing behind.
+
+    Args:
+        options: of the command.
+        store: keeps descriptors for the agent after this one.
 
     Raises:
         OmniError: the state directory or the address is in use, or there is no way to a cluster.
@@ -115,10 +121,9 @@ async def serve(options: Options) -> None:
     from omnimodel.protocol.ingress import Told
 
     stops = Stops()
-    raise_open_files()
     with StateLock(options.state_dir) as lock:
         async with await Kube.connect(options.kubeconfig, component="agent") as kube:
-            agent = Agent(options.state_dir)
+            agent = Agent(options.state_dir, store)
             await agent.start()
             controller = PodController(
                 kube,

@@ -24,6 +24,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC,
 )
 MNT_DETACH = 2
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER, PR_CAP_AMBIENT = 24, 38, 36, 47
+PR_SET_DUMPABLE = 4
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 # Source: include/uapi/asm-generic/unistd.h; numbers from 424 on are the same on every architecture.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from omnimodel.errors import LedgerError
 from omnimodel.memory.devices import Device, Frame
-from omnimodel.memory.ledger import DeviceAccount
+from omnimodel.memory.ledger import DeviceAccount, Kind
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,30 @@ class FramePool:
             self._drop(frame.id)
         await asyncio.to_thread(self.device.destroy, frames)
         self.account.destroyed(len(frames))
+
+    def adopt(self, model: str, digest: str, descriptors: Mapping[int, int], working_bytes: int) -> tuple[Frame, ...]:
+        """Take over the frames of a model whose process outlived its agent.
+
+        Args:
+            model: that owns them.
+            digest: of the image that they hold.
+            descriptors: by the frames' ids, in the order of the image.
+            working_bytes: that the process holds besides.
+
+        Raises:
+            LedgerError: they are no frames, or there is no room for so many.
+        """
+        self.account.adopt(model, len(descriptors), working_bytes)
+        try:
+            frames = tuple(self.device.adopt(descriptors))
+        except BaseException:
+            self.account.release_frames(model)
+            self.account.give_back(model, Kind.WORKING)
+            self.account.destroyed(len(descriptors))
+            raise
+        for number, frame in enumerate(frames):
+            self._put(_Place(frame, model, number, Part(digest, number)))
+        return frames
 
     # Taking and releasing
 

@@ -241,6 +241,21 @@ class DeviceAccount(Account):
         self.hold(model, Kind.WORKING, promise.working_bytes)
         return promise
 
+    def adopt(self, model: str, frames: int, working_bytes: int) -> None:
+        """Count what a model has had since before this account began: frames that exist, and working memory.
+
+        Raises:
+            LedgerError: there is no room for so much.
+        """
+        self.created(frames)
+        try:
+            self.hold(model, Kind.FRAMES, frames * self.frame_bytes)
+            self.hold(model, Kind.WORKING, working_bytes)
+        except LedgerError:
+            self.give_back(model, Kind.FRAMES)
+            self.destroyed(frames)
+            raise
+
     def release_frames(self, model: str, frames: int | None = None) -> int:
         """Take frames back from a model; all by default. Returns how many. They stay and are free."""
         fewer_bytes = None if frames is None else frames * self.frame_bytes

@@ -109,9 +109,19 @@ class Stop:
     op: Literal["stop"] = "stop"
 
 
+@dataclass(frozen=True)
+class Settle:
+    """Answered when the commands before it have been carried out: another agent wants to know what they came to.
+
+    Values: `tier`, `warm` or `resident`; empty when one of them failed half-way.
+    """
+
+    op: Literal["settle"] = "settle"
+
+
 _MESSAGE_CHARACTERS, _DETAIL_CHARACTERS = 2000, 8000  # of a failure: a packet holds 160 KiB, a character up to 12 bytes
 
-Command = Start | Publish | Build | Wake | Evict | Ping | Stop
+Command = Start | Publish | Build | Wake | Evict | Ping | Stop | Settle
 _COMMANDS: dict[str, type[Any]] = {
     "start": Start,
     "publish": Publish,
@@ -120,6 +130,7 @@ _COMMANDS: dict[str, type[Any]] = {
     "evict": Evict,
     "ping": Ping,
     "stop": Stop,
+    "settle": Settle,
 }
 
 
@@ -229,6 +240,7 @@ _VALUES: dict[str, type[Any]] = {
     "frozen": int,
     "inFlight": int,
     "abandoned": bool,
+    "tier": str,
 }
 
 

@@ -22,7 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.channel import Channel, ChannelClosed
-from omnimodel.protocol.process import Envelope, Evict, Ping, Progress, Publish, Reply, Start, Stop, Wake, encode
+from omnimodel.protocol.process import (
+    Envelope,
+    Evict,
+    Ping,
+    Progress,
+    Publish,
+    Reply,
+    Settle,
+    Start,
+    Stop,
+    Wake,
+    encode,
+)
 from omnimodel.runtime import engines
 from omnimodel.runtime.allocator import bound_retention
 from omnimodel.runtime.application import BACKLOG, Traffic, application
@@ -66,6 +78,7 @@ class _Process:
         self._generation: int | None = None
         self._engine: engines.Engine | None = None
         self._traffic: Traffic | None = None
+        self._tier = ""  # what commands have brought it to; empty while one is at it, and after one that failed
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -188,13 +201,19 @@ class _Process:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ProcessError("control channel", f"{command.op} came before a Start that succeeded")
+        if isinstance(command, Settle):
+            return {"tier": self._tier}
+        self._tier = ""
         if isinstance(command, Wake):
             values = dict(engine.wake(descriptors))
             traffic.resident = True
+            self._tier = "resident"
             return values
         assert isinstance(command, Evict)
         traffic.resident = False
-        return {"frozen": engine.evict(trim=command.trim)}
+        frozen = engine.evict(trim=command.trim)
+        self._tier = "warm"
+        return {"frozen": frozen}
 
     def _start(self, command: Start, descriptors: list[int]) -> dict[str, Any]:
         if descriptors:
@@ -208,7 +227,7 @@ class _Process:
         traffic = Traffic(setting.subject, limit_bytes)
         served = asyncio.run_coroutine_threadsafe(self._serve(engine, traffic), self._loop)
         served.result()
-        self._engine, self._traffic = engine, traffic
+        self._engine, self._traffic, self._tier = engine, traffic, "warm"
         return {"workingBytes": engine.working_bytes()}
 
     def _engine_ended(self, status: int) -> None:

@@ -7,7 +7,7 @@ read-only at a wake, and out of which they are unmapped at an evict; tensors are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,16 @@ class Device(Protocol):
 
     def create(self, count: int) -> list[Frame]:
         """Create frames. Raises LedgerError when the device has no room; then none was created."""
+
+    def adopt(self, descriptors: Mapping[int, int]) -> list[Frame]:
+        """Take over frames of an agent that is gone, with what they hold.
+
+        Args:
+            descriptors: by the frames' ids; they are the device's from then on.
+
+        Raises:
+            LedgerError: they are no frames of this device; then none was taken over.
+        """
 
     def destroy(self, frames: Sequence[Frame]) -> None:
         """Give frames back to the device for good."""

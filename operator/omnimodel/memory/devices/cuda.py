@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +204,12 @@ class CudaDevice:
         self._next_id += 1
         self._frames[frame.id] = frame
         return frame
+
+    def adopt(self, descriptors: Mapping[int, int]) -> list[Frame]:
+        """Refuse: which process has written into frames of a GPU nobody can say after the agent is gone."""
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        raise LedgerError(f"device {self.name}", "frames of an agent that is gone are not taken over")
 
     def destroy(self, frames: Sequence[Frame]) -> None:
         """Give frames back to the device for good; the memory is free once no process maps them any more."""

@@ -12,7 +12,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -159,16 +159,45 @@ class HostDevice:
     def _own(self, number: int, descriptor: int) -> Frame:
         readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            address = pages.reserve(self.frame_bytes)
-            try:
-                pages.map_shared(descriptor, self.frame_bytes, address=address, writable=True)
-            except OSError:
-                pages.release(address, self.frame_bytes)
-                raise
+            return Frame(number, readable, HostFrame(self._map(descriptor)))
         except OSError:
             os.close(readable)
             raise
-        return Frame(number, readable, HostFrame(address))
+
+    def _map(self, descriptor: int) -> int:
+        """Map a frame writable; its address."""
+        address = pages.reserve(self.frame_bytes)
+        try:
+            pages.map_shared(descriptor, self.frame_bytes, address=address, writable=True)
+        except OSError:
+            pages.release(address, self.frame_bytes)
+            raise
+        return address
+
+    def adopt(self, descriptors: Mapping[int, int]) -> list[Frame]:
+        """Take frames over, all or none; their owner can open them for writing again."""
+        taken: list[Frame] = []
+        try:
+            for number, readable in descriptors.items():
+                descriptor = os.open(f"/proc/self/fd/{readable}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if os.fstat(descriptor).st_size != self.frame_bytes:
+                        raise LedgerError("device host", f"what is to be frame {number} has another size")
+                    taken.append(Frame(number, readable, HostFrame(self._map(descriptor))))
+                finally:
+                    os.close(descriptor)
+        except (LedgerError, OSError) as error:
+            for frame in taken:
+                pages.release(frame.handle.address, self.frame_bytes)
+            for readable in descriptors.values():
+                os.close(readable)
+            if isinstance(error, OSError):
+                raise LedgerError("device host", f"a frame cannot be taken over: {error.strerror}") from error
+            raise
+        with self._lock:
+            self._frames |= {frame.id: frame for frame in taken}
+            self._next_id = max([self._next_id, *(number + 1 for number in descriptors)])
+        return taken
 
     def _fault_in(self, address: int) -> bool:
         """Fault the frame in now, so that its pages are charged here and not to the model that reads them first."""
