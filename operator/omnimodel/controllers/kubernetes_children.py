@@ -127,8 +127,10 @@ def build_stateful_set(pool: OmniPool, settings: AgentSettings, replicas: int) -
 
 def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
     pod = pool.spec.pod
-    account = (pod.service_account_name if pod else None) or settings.service_account
+    # Named also when it is the default: taken out, the API server would bring it back from the deprecated field.
+    account = (pod.service_account_name if pod else None) or settings.service_account or "default"
     spec: dict[str, Any] = {
+        "serviceAccountName": account,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [_container(pool, settings)],
         "volumes": [
@@ -141,8 +143,6 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             *_token_volume(settings),
         ],
     }  # fmt: skip
-    if account:
-        spec["serviceAccountName"] = account
     if pod is not None:
         if pod.node_selector:
             spec["nodeSelector"] = dict(pod.node_selector)

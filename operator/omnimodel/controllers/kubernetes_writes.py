@@ -151,7 +151,12 @@ class Writer:
                 return False
         self._guard()
         try:
-            answer = await self._kube.apply(PROCESSES, body, manager=MANAGER)
+            if live is not None and _empties(body["spec"], live["spec"]):
+                # Applied over a map with entries, an empty one would become null, which is refused.
+                change = {"metadata": body["metadata"], "spec": correction(body["spec"], live["spec"], whole=True)}
+                answer = await self._kube.merge(PROCESSES, key[1], key[0], change)
+            else:
+                answer = await self._kube.apply(PROCESSES, body, manager=MANAGER)
             excess = correction(body["spec"], answer["spec"])
             if excess:  # fields of a foreign hand are no one's to keep in an object of the system
                 log.info("process corrected namespace=%s name=%s fields=%s", *key, ",".join(sorted(excess)))
@@ -275,8 +280,17 @@ def without_null(value: Any) -> Any:
     return value
 
 
-def correction(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A merge patch that takes out of `found` what `wanted` does not have."""
+def _empties(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether a map that has entries is to have none."""
+    both = ((value, found.get(key)) for key, value in wanted.items())
+    return any(
+        isinstance(value, Mapping) and isinstance(there, Mapping) and there and (not value or _empties(value, there))
+        for value, there in both
+    )
+
+
+def correction(wanted: Mapping[str, Any], found: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """A merge patch that takes out of `found` what `wanted` does not have, and if `whole` puts in what it lacks."""
     patch: dict[str, Any] = {}
     for key, value in found.items():
         mine = wanted.get(key)
@@ -284,11 +298,13 @@ def correction(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str,
             if value is not None:
                 patch[key] = None
         elif isinstance(mine, Mapping) and isinstance(value, Mapping):
-            inner = correction(mine, value)
+            inner = correction(mine, value, whole=whole)
             if inner:
                 patch[key] = inner
         elif without_null(mine) != without_null(value):
             patch[key] = mine
+    if whole:
+        patch |= {key: value for key, value in wanted.items() if value is not None and key not in found}
     return patch
 
 
