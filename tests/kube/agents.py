@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -41,6 +41,9 @@ class Agents:
         self.budget_bytes = budget_bytes
         self.size_bytes = size_bytes
         self._labels = dict(labels or {})
+        self.clock: Callable[[], str] = micro_time
+        self.beat_seconds = 5.0
+        self.beats = 0
         self.silent: set[str] = set()
         self.publishing: set[str] = set()  # models, by name, that are not ready yet
         self.held = asyncio.Event()  # while it is clear, agents write nothing
@@ -97,7 +100,7 @@ class Agents:
             entry = pod_entry(name, pool_report(label, name, self.budget_bytes), pod_uid=uid)
             await kube.patch_status(POOLS, label, namespace, {"pods": [entry]}, manager=f"omni-agent.{name}")
             self._up[name] = uid
-        if asyncio.get_running_loop().time() - self._beat.get(name, -100.0) > 5.0:
+        if asyncio.get_running_loop().time() - self._beat.get(name, -100.0) > self.beat_seconds:
             await self._renew(name, uid, label)
         await self._speak(name, uid)
         mine = [key for pod, key in self._said if pod == name]
@@ -110,9 +113,10 @@ class Agents:
         namespace = self._world.namespace
         lease = {
             "metadata": {"name": name, "namespace": namespace, "labels": {"omnimodel.io/pool": label}},
-            "spec": {"holderIdentity": uid, "leaseDurationSeconds": 40, "renewTime": micro_time()},
+            "spec": {"holderIdentity": uid, "leaseDurationSeconds": 40, "renewTime": self.clock()},
         }
         await self._world.kube.apply(LEASES, lease, manager=f"omni-agent.{name}")
+        self.beats += 1
 
     async def _speak(self, name: str, uid: str) -> None:
         """Say what a pod has to say of its models."""

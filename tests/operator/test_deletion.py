@@ -1,12 +1,16 @@
-"""Deleting finishes although nobody is left on the node: of a pod, a pool, a whole namespace."""
+"""Deleting finishes, whoever is away or holds on to something, and what is gone is asked for no more."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from cluster.connection import Connection
 from kube.agents import Agents
+from kube.proxy import Proxy, status
 from kube.world import World, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_children, kubernetes_pods, kubernetes_reconcile
 from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind
@@ -61,3 +65,59 @@ async def test_deleting_finishes_although_the_node_is_dead(
             return await world.kube.get(NAMESPACES, world.namespace) is None
 
         await until(gone, "the namespace is gone", 90)
+
+
+@pytest.mark.parametrize("cascade", ["foreground", "background"])
+async def test_a_pool_that_is_deleted_is_not_made_anew_meanwhile(
+    world: World, agents: Agents, start, api_cluster: Connection, cascade: str
+) -> None:
+    """dynamo#8204: children were deleted first, and made anew because their owner was still there."""
+    await start()
+    await world.apply(pool("gpu", world.namespace, replicas=2), model("a", world.namespace))
+    await world.ready("a")
+    seen = {item["metadata"]["uid"] for item in world.all(STATEFUL_SETS).values()}
+    world.mirrors[STATEFUL_SETS]._on_change = lambda _, __, item: seen.add(item["metadata"]["uid"] if item else "")
+    order = ("delete", "omnipools,omnimodels", "--all", f"--cascade={cascade}", "--timeout=30s", "-n", world.namespace)
+    await asyncio.to_thread(api_cluster.kubectl, *order)
+    await until(lambda: not any(world.all(kind) for kind in KINDS), "nothing is left")
+    assert len(seen - {""}) == 1
+
+
+async def test_a_model_that_someone_else_holds_gives_back_what_it_had(world: World, agents: Agents, start) -> None:
+    """kserve#5885: an object that cannot go yet held on to everything."""
+    await start()
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
+    await world.ready("a")
+    await world.kube.merge(MODELS, "a", world.namespace, {"metadata": {"finalizers": ["example.org/hold"]}})
+    await world.kube.delete(MODELS, "a", world.namespace)
+    await until(lambda: not world.all(PROCESSES), "its process is gone")
+    assert world.see(MODELS, "a")["metadata"]["deletionTimestamp"]
+    await world.kube.merge(MODELS, "a", world.namespace, {"metadata": {"finalizers": None}})
+    await until(lambda: not world.all(MODELS), "nothing of ours holds it")
+
+
+async def test_what_is_gone_is_asked_for_no_more(world: World, agents: Agents, proxy: Proxy, start) -> None:
+    """dask-kubernetes#810: 40,000 attempts at an object that was deleted while its handler failed."""
+    attempts = 0
+
+    async def broken(request: web.Request) -> web.Response | None:
+        nonlocal attempts
+        if request.method == "GET" or not request.path.endswith("/omniprocesses/a"):
+            return None
+        attempts += 1
+        return status(500, "InternalError", "no")
+
+    proxy.before = broken
+    here = await start("one", proxy.kubeconfig)
+    queue = here.operator.reconciler.queue
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace), model("b", world.namespace))
+    await world.ready("b")
+    await until(lambda: attempts >= 3, "it fails again and again")
+    await world.kube.delete(MODELS, "a", world.namespace)
+    await until(lambda: here.operator.cache.model((world.namespace, "a")) is None, "the operator knows")
+    before = attempts
+    await until(lambda: ("model", world.namespace, "a") not in queue._timers, "its turn has come once more")
+    await here.operator.sweep()
+    await world.apply(model("b", world.namespace, flavour="last"))
+    await world.ready("b")
+    assert attempts <= before + 1, "the one that was under way"
