@@ -16,7 +16,7 @@ from cluster_node.models import ANSWER, code, linear, prober, said
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(900)]
 BOTH = ("twin-0", "twin-1")
-AGENT = "for p in $(cat /proc/1/task/1/children); do cmp -s /proc/1/cmdline /proc/$p/cmdline && echo $p && break; done"
+AGENT = "for p in $(cat /proc/1/task/1/children); do cmp -s /proc/1/cmdline /proc/$p/cmdline && echo $p && break; done; true"
 
 GREED = "HELD.append(b'x' * (512 << 20)); import time; time.sleep(60); answer = len(HELD)"
 
@@ -69,12 +69,30 @@ def test_a_model_that_is_killed_comes_back_at_once(installation: Installation, f
     assert restarts(installation, "default-0") == 0
 
 
-def test_an_agent_that_is_killed_is_started_again_in_its_pod(installation: Installation, first: str) -> None:
-    before = restarts(installation, "default-0")
-    agent = installation.shell("default-0", AGENT).strip()
-    kill(installation, "default-0", agent)
-    installation.until(lambda: installation.ask(first, seconds=30).values == ANSWER, "an answer", 120)
-    assert installation.shell("default-0", AGENT).strip() not in {"", agent}
+def test_an_agent_that_is_killed_is_back_in_its_pod_and_goes_on_with_its_models(
+    installation: Installation, first: str
+) -> None:
+    assert installation.ask(first).values == ANSWER
+    before, agent = restarts(installation, "default-0"), installation.shell("default-0", AGENT).strip()
+
+    def model() -> tuple[int, str, int]:
+        known = installation.report("default-0")["models"][f"{PODS}/{first}"]
+        return known["process"]["pid"], known["tier"], known["device_bytes"]
+
+    def told() -> tuple[str, int]:
+        entry = installation.entry(first, "default-0")
+        return entry.get("tier", ""), int(entry.get("deviceBytes", 0))
+
+    known = model()
+    assert known[1] == "resident"
+    installation.until(lambda: told() == known[1:], "the entry")
+    with Load(partial(installation.ask, first, seconds=120), ANSWER) as load:
+        kill(installation, "default-0", agent)
+        installation.until(lambda: installation.shell("default-0", AGENT).strip() not in {"", agent}, "the next agent")
+        load.more(20)
+    assert len(load.failures) <= len(load.clients)  # what they were at
+    assert model() == known
+    installation.until(lambda: told() == known[1:], "the entry")
     assert restarts(installation, "default-0") == before
 
 
