@@ -18,6 +18,10 @@ pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(90
 BOTH = ("twin-0", "twin-1")
 AGENT = "for p in $(cat /proc/1/task/1/children); do cmp -s /proc/1/cmdline /proc/$p/cmdline && echo $p && break; done; true"
 
+START = """
+import subprocess, sys
+answer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+"""
 GREED = "HELD.append(b'x' * (512 << 20)); import time; time.sleep(60); answer = len(HELD)"
 
 
@@ -94,6 +98,24 @@ def test_an_agent_that_is_killed_is_back_in_its_pod_and_goes_on_with_its_models(
     assert model() == known
     installation.until(lambda: told() == known[1:], "the entry")
     assert restarts(installation, "default-0") == before
+
+
+def test_what_a_model_started_ends_with_it_also_after_its_agent_was_killed(
+    installation: Installation, pool: str
+) -> None:
+    """A pod has no PID namespace for a model: what gets away from its session is the init's when its zygote is gone."""
+    with installation.model(prober("starter", pool)) as name:
+        installation.wait_ready(name)
+        started = int(said(installation.ask(name, code(START), seconds=120).values))
+        agent, model = installation.shell("default-0", AGENT).strip(), installation.pid(name, "default-0")
+        kill(installation, "default-0", agent)
+        installation.until(lambda: installation.shell("default-0", AGENT).strip() not in {"", agent}, "the next agent")
+        installation.until(lambda: said(installation.ask(name, code("answer = 1")).values) == 1, "an answer")
+        assert installation.pid(name, "default-0") == model
+        there = f"test -e /proc/{started} && echo there; true"
+        assert installation.shell("default-0", there).strip() == "there"
+        kill(installation, "default-0", model)
+        installation.until(lambda: not installation.shell("default-0", there).strip(), "the end of what it started")
 
 
 def test_a_model_over_its_memory_is_ended_alone(installation: Installation, first: str, pool: str) -> None:
