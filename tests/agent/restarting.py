@@ -136,7 +136,10 @@ class Inside(World):
         await self.apply(*manifests, wait=False)
 
     async def settled(self) -> None:
-        """Wait until every model is ready, and nothing moves any more."""
+        """Wait until the revision that is wanted of every model is ready, and nothing moves any more."""
+        models = self.agent._models
+        for key, spec in self.agent._specs.items():
+            await self.until(lambda key=key, spec=spec: models[key].serving.spec["hash"] == spec["hash"], key)
         for name in self.manifests:
             await self.until(lambda name=name: self.report(name).ready, name)
         await self.until(lambda: not any(name in self.broker.moves for name in self.broker.instances), "all rests")

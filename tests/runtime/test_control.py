@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from omnimodel.protocol.process import Evict, Ping, Start, Stop, Wake
+from omnimodel.protocol.process import Evict, Ping, Settle, Start, Stop, Wake
 from runtime.children import CommandFailed, handler, spec, until
 from runtime.handler_texts import GOOD, ask, methods
 
@@ -47,6 +47,20 @@ async def test_a_wake_with_the_wrong_number_of_frames_is_refused_and_the_right_o
         await child.command(Wake([0, 1]), [frame.descriptor for frame in child.frames] * 2)
     await frames.wake(child, child.frames)
     assert (await child.post(PATH, ask()))[0] == 200
+
+
+async def test_another_agent_is_told_what_the_commands_before_have_come_to(child, frames):
+    async def tier():
+        return (await child.command(Settle())).values["tier"]
+
+    assert await tier() == "resident"
+    await child.command(Evict())
+    assert await tier() == "warm"
+    with pytest.raises(CommandFailed):
+        await child.command(Wake([]), [])
+    assert await tier() == ""  # nobody knows what is mapped
+    await frames.wake(child, child.frames)
+    assert await tier() == "resident"
 
 
 async def test_commands_before_start_and_a_second_start_are_refused(new_child, child):
