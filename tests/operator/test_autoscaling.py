@@ -121,6 +121,7 @@ async def test_a_pool_without_a_number_is_given_one_that_no_manifest_takes_back(
 ) -> None:
     await start()
     await world.apply(pool("gpu", world.namespace))
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "its pod serves")
     await world.kube.create(SCALERS, scaler(world.namespace))
 
     async def told() -> str:
