@@ -14,6 +14,8 @@ STAMP := $(VENV)/.omnimodel-ready
 CATALOG ?= examples/catalog
 # Options passed on: `make up ARGS="--memory 1Gi"`, `make test ARGS="-k ledger"`.
 ARGS ?=
+# Files of tests that run side by side; most of the time a test waits for processes. 0: one after another, as --pdb needs.
+JOBS ?= 2
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,7 +30,7 @@ up: setup  ## Serve the example catalogue on this machine
 	@exec $(BIN)/omni up $(CATALOG) $(ARGS)
 
 test: setup lint drift  ## Lint, drift checks, then every test but those that need a Kubernetes node
-	$(BIN)/pytest -m "not cluster_node" $(ARGS)
+	$(BIN)/pytest -m "not cluster_node" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cluster: setup  ## The tests on a real Kubernetes node; needs root, and Go for the first build
 	$(BIN)/pytest -m cluster_node $(ARGS) || [ $$? -eq 5 ]  # 5: none of the tests that ARGS names needs a node

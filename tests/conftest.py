@@ -33,6 +33,12 @@ settings.register_profile("any machine", deadline=None)  # how long an example t
 settings.load_profile("any machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: of several workers, none should be left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the programs of the clusters that will be asked for, where no test's time limit runs."""
     if session.config.option.collectonly or os.environ.get(GIVEN):

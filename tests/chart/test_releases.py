@@ -24,7 +24,7 @@ from omnimodel.controllers import kubernetes
 from omnimodel.kube import MODELS as MODEL_KIND
 from omnimodel.kube import PODS, POOLS, PROCESSES, STATEFUL_SETS, Kube
 
-pytestmark = pytest.mark.cluster_api
+pytestmark = [pytest.mark.cluster_api, pytest.mark.slow]
 MODELS = "omnimodels.omnimodel.io"
 FEWER = {"omnimodels": ("suspend", "description"), "omniprocesses": ("probe", "network")}  # in the version before
 

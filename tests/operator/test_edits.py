@@ -18,7 +18,7 @@ from omnimodel.api import OmniModel, OmniPool
 from omnimodel.api.tree import fields
 from omnimodel.kube import CONFIG_MAPS, DISRUPTION_BUDGETS, MODELS, POOLS, PROCESSES, STATEFUL_SETS, Kind, KubeError
 
-pytestmark = pytest.mark.cluster_api
+pytestmark = [pytest.mark.cluster_api, pytest.mark.slow]
 CODE = {"name": "code", "source": {"configMap": {"name": "code"}}, "path": "/code"}
 CHECK = {"path": "/v1/embeddings", "json": {"input": "a"}, "expect": [{"at": "/data/0/index", "equals": 0}]}
 HANDLER = {"entry": "words:Words", "files": {"words.py": "class Words: speed = 2\n"}}

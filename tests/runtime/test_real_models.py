@@ -9,7 +9,7 @@ import pytest
 from omnimodel.protocol.process import Evict
 from runtime.children import handler, spec
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.slow]
 
 HEAD = """
 from typing import Annotated

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from omnimodel.protocol.process import Evict
 from runtime.children import handler, spec, until
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.slow]
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 QUESTIONS = (
