@@ -169,11 +169,6 @@ class Child:
         with open(f"/proc/{self.pid}/smaps_rollup") as file:
             return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
 
-    def processor_seconds(self) -> float:
-        """Processor time it has used so far: unlike time on the clock, a busy machine does not change it."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     async def stop(self, grace_seconds=2.0):
         if self.stopped:
             return

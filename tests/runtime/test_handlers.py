@@ -224,11 +224,13 @@ async def test_a_task_says_what_its_predict_must_return(serving, source, task, p
     assert "predict() returned" in json.dumps(answer)
 
 
-async def test_predict_that_never_returns_does_not_keep_the_process_from_answering_pings(serving, source):
-    text = methods(predict="def predict(self, x: Array) -> dict:\n        while True: time.sleep(0.01)")
+async def test_predict_that_never_returns_does_not_keep_the_process_from_answering_pings(serving, source, tmp_path):
+    begun = tmp_path / "begun"
+    endless = f"open({str(begun)!r}, 'w').close()\n        while True: time.sleep(0.01)"
+    text = methods(predict=f"def predict(self, x: Array) -> dict:\n        {endless}")
     child = await serving(spec(handler=handler(text)), source)
     task = asyncio.create_task(child.post("/v2/models/tiny/infer", ask()))
-    await until(child.busy)
+    await until(begun.exists)
     # An evict cannot be acknowledged while the forward pass runs: the agent kills such a process. Pings go on.
     evict = asyncio.create_task(child.command(Evict()))
     done, _ = await asyncio.wait([evict], timeout=0.3)

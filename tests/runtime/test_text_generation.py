@@ -299,18 +299,3 @@ async def test_a_loop_that_died_is_started_again(published, source):
         assert "this token hurts" in answer["error"]["message"]
         await others  # in the same batch: answered with an error, not left hanging
     assert await text_of(child, chat()) == expected
-
-
-async def test_sixteen_at_once_are_much_less_work_than_one_after_another(published, source, record_property):
-    """`omni bench` measures the tokens per second; here it is the processor time of one thread."""
-    child = await published("smollm2", generation(), source, "bfloat16")
-    bodies = [chat(QUESTIONS[i % 4], max_tokens=12, ignore_eos=True) for i in range(16)]
-    await text_of(child, bodies[0])
-    began = child.processor_seconds()
-    for body in bodies:
-        await text_of(child, body)
-    serial_seconds = child.processor_seconds() - began
-    await asyncio.gather(*(text_of(child, body) for body in bodies))
-    together_seconds = child.processor_seconds() - began - serial_seconds
-    record_property("speedup", round(serial_seconds / together_seconds, 2))
-    assert 2 * together_seconds < serial_seconds

@@ -37,6 +37,7 @@ _TERMINATE_SECONDS = 10.0
 _TERMINATE_AT_MOST_SECONDS = 20.0
 _POLL_SECONDS = (0.02, 0.25)
 _CHUNK_BYTES = 256 << 10
+_LINGER_SECONDS = 2.0
 
 
 class ForeignEngine:
@@ -229,8 +230,7 @@ class ForeignEngine:
                     else asyncio.open_connection("127.0.0.1", self._port)
                 )
             except OSError:
-                writer.write(refusal(self._setting.subject))
-                await _drained(writer)
+                await _refuse(reader, writer, self._setting.subject)
                 return
             await _splice(reader, writer, *engine)
         finally:
@@ -265,9 +265,15 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             await writer.drain()
 
 
-async def _drained(writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        await writer.drain()
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, subject: str) -> None:
+    """Answer that the engine does not run, and take what the client is still sending, so that it reads the answer."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            writer.write(refusal(subject))
+            await writer.drain()
+            writer.write_eof()
+            while await reader.read(_CHUNK_BYTES):
+                pass
 
 
 def refusal(subject: str) -> bytes:
