@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import subprocess
 import zipfile
@@ -20,13 +19,6 @@ def sha256(content: bytes) -> str:
 
 def left(sources: Sources) -> set[str]:
     return {str(path.relative_to(sources.root)) for path in sources.root.rglob("*") if path.is_file()}
-
-
-async def until(condition, seconds: float = 60) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
 
 
 def wheel(folder: Path, name: str = "tiny_weights", version: str = "1.0", tag: str = "py3-none-any", **files) -> Path:

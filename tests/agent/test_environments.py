@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.fetching import SmallDisk, until
+from agent.children import until
+from agent.fetching import SmallDisk
 from omnimodel.agent.environments import Environments, installed
 from omnimodel.errors import OmniError, Reason
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256, until
+from agent.children import until
+from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256
 from omnimodel.agent.sources import Sources
 from omnimodel.errors import OmniError, Reason, SourceError
 

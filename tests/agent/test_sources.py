@@ -8,7 +8,8 @@ import zipfile
 
 import pytest
 
-from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256, until, wheel
+from agent.children import until
+from agent.fetching import CONTENT, SUBJECT, SmallDisk, left, sha256, wheel
 from omnimodel.agent.sources import Sources
 from omnimodel.errors import OmniError, Reason, SourceError
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from agent.fetching import SmallDisk, wheel
 from agent.package_index import PackageIndex
-from agent.world import World, pool
+from agent.world import HANDLER, World, pool
 from memory.test_published import tree
 from memory.test_store import flip
 from omnimodel.agent.agent import Agent
@@ -21,23 +21,10 @@ from omnimodel.agent.kept import FOLDER_VARIABLE
 from omnimodel.errors import OmniError, Reason
 
 MIB = 1 << 20
-HANDLER = '''
-import torch
-from tiny_code import factor
-from omnimodel.runtime.sdk import Model
-
-
-class Handler(Model):
-    """Sums its weights."""
-
-    def build(self):
-        module = torch.nn.Module()
-        module.weight = torch.nn.Parameter(torch.empty(self.options["mib"] * 262144))
-        return module
-
-    def predict(self, command: str) -> dict[str, float]:
-        return {"sum": factor * float(self.module.weight.sum(dtype=torch.float64))}
-'''
+# The handler of other tests, with a package of the index.
+CODE = HANDLER.replace("import torch\n", "import torch\nfrom tiny_code import factor\n").replace(
+    "float(self", "factor * float(self"
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +59,7 @@ async def agent(folder: Path, name: str, index: PackageIndex, **store: object) -
 
 def model(world: World) -> dict:
     """A model that comes from the index, with code that does."""
-    manifest = world.manifest("tiny", mib=1, handler=HANDLER)
+    manifest = world.manifest("tiny", mib=1, handler=CODE)
     manifest["spec"]["source"] = {"package": {"name": "tiny-weights", "version": "1.0", "path": "tiny_weights"}}
     manifest["spec"]["runtime"]["environment"] = {"requirements": ["tiny-code==1.0"]}
     return manifest

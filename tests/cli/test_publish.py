@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_what_was_published_is_served_where_its_source_is_not(tmp_path: Path) ->
 def test_one_system_writes_a_store_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "catalog").mkdir()
     (tmp_path / "catalog" / "pool.yaml").write_text(POOL)
-    with KeptLock("a test", tmp_path / "store"):
+    with closing(KeptLock("a test", tmp_path / "store")):
         done = omni(tmp_path, "publish", str(tmp_path / "catalog"), "--store", str(tmp_path / "store"))
     assert done.returncode == 1
     assert "is written by another system" in done.stderr

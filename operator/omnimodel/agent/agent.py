@@ -200,7 +200,11 @@ class Agent:
         """
         kept = kept_folder(pool, self.layout.root)
         with contextlib.ExitStack() as undo:
-            lock = undo.enter_context(KeptLock(pool.subject, kept)) if kept != self.layout.root else None
+            lock = (
+                undo.enter_context(contextlib.closing(KeptLock(pool.subject, kept)))
+                if kept != self.layout.root
+                else None
+            )
             layout = Layout(self.layout.root, kept if lock else None)
             published = published_folders(pool)
             preparation = Preparation(

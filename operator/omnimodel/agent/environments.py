@@ -28,11 +28,11 @@ from pathlib import Path
 from omnimodel.agent.building import FOLDER, take_over
 from omnimodel.agent.origins import Origins, Variables
 from omnimodel.agent.programs import Finished, run_program
+from omnimodel.agent.sealed import Sealed
 from omnimodel.agent.shared import SharedWork
 from omnimodel.agent.stored import Stored, touch, tree_bytes, tree_digest, used_seconds
 from omnimodel.errors import OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
-from omnimodel.memory.published import read_plain
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class Environments:
     ) -> None:
         self.root = root
         self.origins = origins or Origins()
-        self._published = published
-        self._doubt = doubt
-        self._verified: set[Path] = set()  # published ones whose every byte was read since this agent began
+        self._published = Sealed(
+            "environment", published, _MARKER, _MARKER_BYTES, "packages", lambda _marker: "", _damaged, doubt
+        )
         self._work: SharedWork[Progress] = SharedWork()
 
     async def build(
@@ -106,7 +106,7 @@ class Environments:
                 )
         base = await asyncio.to_thread(installed)
         key = _key(requirements, base)
-        found = await asyncio.to_thread(self._found_published, key)
+        found = await asyncio.to_thread(self._published.find, key)
         if found is not None:
             return found
         folder = self.root / key
@@ -117,30 +117,6 @@ class Environments:
         return await self._work.run(
             key, lambda listeners: self._build(subject, requirements, base, folder, listeners, build), progress
         )
-
-    def _found_published(self, key: str) -> Path | None:
-        """An environment that others built; one that is not as it was built is left where it is, and told."""
-        for root in self._published:
-            packages = root / key / "packages"
-            if packages in self._verified:
-                return packages
-            try:
-                marker = json.loads(read_plain(root / key / _MARKER, _MARKER_BYTES))
-                if marker["digest"] != tree_digest(packages):
-                    raise ValueError("its files are not those that were built")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                log.warning("published_environment_damaged folder=%s problem=%r", packages, str(error))
-                told = str(error) if isinstance(error, ValueError) else "it cannot be read"
-                cure = "publish the model there again; until then it is built into the agent's own store"
-                self._doubt(
-                    OmniError(f"environment {root / key}", f"cannot be used: {told}", cure, reason=Reason.BAD_ARTIFACT)
-                )
-                continue
-            self._verified.add(packages)
-            return packages
-        return None
 
     async def _build(
         self,
@@ -333,6 +309,11 @@ def _refusal(subject: str, finished: Finished, base: dict[str, str]) -> OmniErro
         cure,
         reason=Reason.ENVIRONMENT_FAILED,
     )
+
+
+def _damaged(subject: str, problem: str) -> OmniError:
+    cure = "publish the model there again; until then it is built into the agent's own store"
+    return OmniError(subject, problem, cure, reason=Reason.BAD_ARTIFACT)
 
 
 def _what(marker: Path) -> str:

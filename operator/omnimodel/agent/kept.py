@@ -13,8 +13,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from omnimodel.api import OmniPool
 from omnimodel.errors import OmniError, Reason
@@ -105,14 +103,6 @@ class KeptLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _unavailable(subject: str, folder: Path, error: OSError) -> OmniError:

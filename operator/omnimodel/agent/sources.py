@@ -18,11 +18,11 @@ from typing import Any
 
 from omnimodel.agent import source_hub, source_package, source_url
 from omnimodel.agent.origins import Origins
+from omnimodel.agent.sealed import Sealed
 from omnimodel.agent.shared import SharedWork
 from omnimodel.agent.stored import Stored, touch, tree_bytes, tree_digest, used_seconds
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
-from omnimodel.memory.published import read_plain
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,8 @@ class Sources:
         self.root = root
         self.origins = origins or Origins()
         self.limit_bytes = limit_bytes
-        self._published = published
-        self._doubt = doubt
-        self._verified: dict[Path, Path] = {}  # published ones whose every byte was read since this agent began
+        folders = [root / "fetched" for root in published]
+        self._published = Sealed("source", folders, _MARKER, _MARKER_BYTES, _CONTENT, _inside, _damaged, doubt)
         self._work: SharedWork[Progress] = SharedWork()
 
     async def fetch(
@@ -83,7 +82,7 @@ class Sources:
         if kind in {"path", "volume"}:
             return await asyncio.to_thread(_local, subject, spec)
         key = _key(kind, spec)
-        found = await asyncio.to_thread(self._found_published, key) or await asyncio.to_thread(self._found, key)
+        found = await asyncio.to_thread(self._published.find, key) or await asyncio.to_thread(self._found, key)
         if found is not None:
             return found
         return await self._work.run(key, lambda listeners: self._fetch(subject, kind, spec, key, listeners), progress)
@@ -125,33 +124,6 @@ class Sources:
         if not self._work.runs(key):
             for folder in ("fetched", "downloads"):
                 shutil.rmtree(self.root / folder / key, ignore_errors=True)
-
-    def _found_published(self, key: str) -> Path | None:
-        """A source that others fetched and sealed; one that is not as it was is left where it is, and told."""
-        for root in self._published:
-            folder = root / "fetched" / key
-            if folder in self._verified:
-                return self._verified[folder]
-            try:
-                marker = json.loads(read_plain(folder / _MARKER, _MARKER_BYTES))
-                inside = PurePosixPath(marker["inside"])
-                if "digest" not in marker:  # it is the own one of an agent
-                    continue
-                if inside.is_absolute() or ".." in inside.parts:
-                    raise ValueError(f"{inside} leads out of it")
-                if marker["digest"] != tree_digest(folder / _CONTENT):
-                    raise ValueError("its files are not those that were fetched")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                log.warning("published_source_damaged folder=%s problem=%r", folder, str(error))
-                told = str(error) if isinstance(error, ValueError) else "it cannot be read"
-                cure = "publish the model there again; until then it is fetched into the agent's own store"
-                self._doubt(SourceError(f"source {folder}", f"cannot be used: {told}", cure))
-                continue
-            self._verified[folder] = folder / _CONTENT / inside
-            return self._verified[folder]
-        return None
 
     async def _fetch(
         self, subject: str, kind: str, spec: Mapping[str, Any], key: str, listeners: Sequence[Progress]
@@ -242,6 +214,22 @@ def _words(kind: str, spec: Mapping[str, Any]) -> str:
     if kind == "package":
         return f"package {spec['name']} {spec['version']}"
     return f"{spec['repo']} {spec.get('revision') or 'main'}"
+
+
+def _inside(marker: Mapping[str, Any]) -> str | None:
+    """Where the source is in what was fetched; None when nobody sealed it: it is the own one of an agent."""
+    inside = PurePosixPath(marker["inside"])
+    if "digest" not in marker:
+        return None
+    if inside.is_absolute() or ".." in inside.parts:
+        raise ValueError(f"{inside} leads out of it")
+    return str(inside)
+
+
+def _damaged(subject: str, problem: str) -> SourceError:
+    return SourceError(
+        subject, problem, "publish the model there again; until then it is fetched into the agent's own store"
+    )
 
 
 def _what(marker: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +103,7 @@ async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, d
         Published(key, message=f"OmniModel {key}: {refusal.message}", failed=refusal.reason != Reason.POOL_NOT_FOUND)
         for key, refusal in desired.refused.items()
     ]
-    with KeptLock(pool.subject, store):
+    with closing(KeptLock(pool.subject, store)):
         layout = Layout(run, store)
         layout.make()
         write_files(layout.origins, files_of_sources(pool, catalog.config(pool.metadata.namespace)))
