@@ -104,7 +104,7 @@ async def test_an_image_that_cannot_be_mapped_fails_its_wake_alone(world, monkey
 async def test_a_preparation_that_breaks_off_fails_and_says_so(world, monkeypatch):
     broken = FileNotFoundError(errno.ENOENT, "No such file", "/models/dangling")
     with monkeypatch.context() as patch:
-        patch.setattr(world.agent._preparation, "prepare", breaks(broken))
+        patch.setattr(world.agent._opened.preparation, "prepare", breaks(broken))
         await world.apply(world.manifest("m1", seed=1))
         report = world.report("m1")
         assert (report.phase, report.reason) == ("failed", Reason.INTERNAL)

@@ -20,25 +20,18 @@ from omnimodel.agent.descriptors import DescriptorStore
 from omnimodel.agent.events import EventLog
 from omnimodel.agent.ingress import Ingress
 from omnimodel.agent.instance import Instance
-from omnimodel.agent.kept import FOLDER_VARIABLE, KeptLock, Room, kept_folder, published_folders
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
 from omnimodel.agent.model import Model
-from omnimodel.agent.moves import DeviceMemory
 from omnimodel.agent.needed import needs_of, removed, removed_words
+from omnimodel.agent.opened import OpenedPool
 from omnimodel.agent.origins import write_files
-from omnimodel.agent.preparation import Preparation
 from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.spawner import Spawner
-from omnimodel.agent.supply import Machine, Supply, supply
+from omnimodel.agent.supply import Machine, supply, too_weak
 from omnimodel.api import OmniPool, OmniProcess
-from omnimodel.errors import DispatchError, IsolationError, OmniError, Reason
-from omnimodel.isolation import Level, Reached
-from omnimodel.memory.arena import Arena
-from omnimodel.memory.devices import open_device
-from omnimodel.memory.frames import FramePool
-from omnimodel.memory.ledger import Kind, Ledger
-from omnimodel.placement.state import bytes_text
+from omnimodel.errors import DispatchError, OmniError, Reason
+from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import Estimate, InferenceRequest, InferenceResponse, ModelCard
 from omnimodel.protocol.report import AgentReport, PoolReport
 
@@ -63,12 +56,8 @@ class Agent:
         self._store = store
         self._spawner: Spawner | None = None
         self._adoption = Adoption(())
-        self._broker: Broker | None = None
-        self._preparation: Preparation | None = None
         self._machine: Machine | None = None
-        self._opened: Supply | None = None  # what the device was opened with
-        self._kept: KeptLock | None = None  # where the state directory is not what is kept
-        self._published: Mapping[str, Path] = {}
+        self._opened: OpenedPool | None = None
         self._pool: OmniPool | None = None
         self._models: dict[str, Model] = {}
         self._specs: dict[str, dict[str, Any]] = {}  # as applied last
@@ -126,17 +115,8 @@ class Agent:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        if self._broker is not None:
-            await self._broker.close()
         if self._spawner is not None:
-            await self._spawner.close()
-        if self._broker is not None:
-            memory = self._broker.memory
-            await memory.arena.close()
-            await memory.frames.close()
-            await asyncio.to_thread(memory.device.close)
-        if self._kept is not None:
-            self._kept.close()
+            await (self._opened.close(self._spawner) if self._opened is not None else self._spawner.close())
 
     # What controllers ask
 
@@ -151,144 +131,97 @@ class Agent:
             OmniError: the pool cannot be served on this machine; what runs goes on.
         """
         wanted = {process.key: process for process in processes if not process.spec.suspend}
-        if self._broker is None:
+        if self._opened is None:
             self._machine = self._machine or self._adoption.machine(Machine.now())
             found = supply(pool, self._machine)
             await self._adoption.choose({key: process.spec.to_dict() for key, process in wanted.items()}, found)
-        self._serve(pool)
-        assert self._preparation is not None
-        self._preparation.origins.follow(pool.spec.sources)
+        opened = self._serve(pool)
+        opened.preparation.origins.follow(pool.spec.sources)
         for key in [key for key in self._models if key not in wanted]:
             self._remove(self._models.pop(key))
             self._specs.pop(key, None)
         for key, process in wanted.items():
             spec = process.spec.to_dict()
             if key not in self._models:
-                self._models[key] = self._model(key, spec)
+                self._models[key] = self._model(opened, key, spec)
             elif spec != self._specs.get(key):  # an unchanged one is left alone, whatever it is at
                 self._models[key].revise(spec)
             self._specs[key] = spec
         self._tell_change()
 
-    def _serve(self, pool: OmniPool) -> None:
+    def _serve(self, pool: OmniPool) -> OpenedPool:
         assert self._spawner is not None
-        if self._broker is not None and self._pool is not None and self._pool.spec == pool.spec:
-            return
+        if self._opened is not None and self._pool is not None and self._pool.spec == pool.spec:
+            return self._opened
         self._machine = self._machine or Machine.now()  # later, what is held would count as missing
         found = supply(pool, self._machine)
-        refusal = self._too_weak(pool, self._spawner.reached)
-        if self._broker is None or self._opened is None:
+        refusal = too_weak(pool, self._spawner.reached)
+        if self._opened is None:
             try:
-                self._open(pool, found, self._spawner)
+                self._opened = OpenedPool.open(
+                    pool,
+                    found,
+                    self.layout.root,
+                    self._spawner,
+                    least_device_bytes=self._adoption.device_bytes,
+                    events=self.events,
+                    doubt=self._doubt_published,
+                    changed=self._tell_change,
+                )
             except OmniError as error:
                 self._pool, self._refusal = pool, error
                 self._tell_change()
                 raise
+            self.layout = self._opened.layout
+            self._keep_house(self._opened)
         else:
-            self._broker.resize(found.budget_bytes, found.host_bytes)
+            self._opened.broker.resize(found.budget_bytes, found.host_bytes)
         self._pool, self._refusal = pool, refusal
-        note = "; ".join([*_without_effect(pool, found, self._opened or found), *self._stores_without_effect(pool)])
+        note = "; ".join(self._opened.without_effect(pool, found))
         if note and note != self._note:
-            self.events.add("OmniPool", "", pool.metadata.name, "WithoutEffect", note, warning=True)
+            self._warn("WithoutEffect", note)
         self._note = note
+        return self._opened
 
-    def _open(self, pool: OmniPool, found: Supply, spawner: Spawner) -> None:
-        """Open the device, and begin to decide about it; when that fails, nothing has changed.
-
-        Raises:
-            OmniError: the device does not give what the pool asks for, or the store cannot be opened.
-        """
-        kept = kept_folder(pool, self.layout.root)
-        with contextlib.ExitStack() as undo:
-            lock = (
-                undo.enter_context(contextlib.closing(KeptLock(pool.subject, kept)))
-                if kept != self.layout.root
-                else None
-            )
-            layout = Layout(self.layout.root, kept if lock else None)
-            published = published_folders(pool)
-            preparation = Preparation(
-                layout,
-                spawner,
-                found.device,
-                found.frame_bytes,
-                found.threads,
-                published=published,
-                doubt=self._doubt_published,
-            )
-            device = open_device(found.device, found.frame_bytes)
-            undo.pop_all()
-        self.layout, self._kept, self._published = layout, lock, published
-        ledger = Ledger(max(found.budget_bytes, self._adoption.device_bytes), found.host_bytes, found.frame_bytes)
-        frames = FramePool(device, ledger.device)
-        self._broker = Broker(
-            DeviceMemory(device, ledger, frames, Arena(device, ledger.host)),
-            self.events,
-            zygote_bytes=spawner.zygotes.private_bytes,
-            changed=self._tell_change,
-        )
-        instances = self._broker.instances
-        keeping = preparation.housekeeping
+    def _keep_house(self, opened: OpenedPool) -> None:
+        keeping, instances = opened.preparation.housekeeping, opened.broker.instances
         keeping.needs = lambda: needs_of(self._models.values(), self._specs.values(), instances.values())
-        keeping.tell = lambda gone: self.events.add(
-            "OmniPool", "", self._pool.metadata.name if self._pool else "", "Pruned", removed_words(gone)
-        )
-        self._preparation, self._opened = preparation, found
-        self._broker.resize(found.budget_bytes, found.host_bytes)
-        self._broker.start()
+        keeping.tell = lambda gone: self.events.add("OmniPool", "", self._pool_name, "Pruned", removed_words(gone))
 
     def _doubt_published(self, error: OmniError) -> None:
         """Say once that something in a store of others cannot be used."""
         if str(error) not in self._doubted:
             self._doubted.add(str(error))
-            name = self._pool.metadata.name if self._pool else ""
-            self.events.add("OmniPool", "", name, str(error.reason), str(error), warning=True)
+            self._warn(str(error.reason), str(error))
 
-    def _stores_without_effect(self, pool: OmniPool) -> list[str]:
-        """What the pool says of stores that this agent does not do, or not yet."""
-        notes = []
-        if kept_folder(pool, self.layout.root) != self.layout.kept:
-            notes.append(f"store takes effect when the agent is started again; until then it is {self.layout.kept}")
-        elif FOLDER_VARIABLE not in os.environ and pool.spec.store is not None and pool.spec.store.of_a_cluster:
-            notes.append(f"claims of store have no effect on one machine: the store is {self.layout.kept}")
-        if published_folders(pool) != self._published:
-            notes.append("store.published takes effect when the agent is started again")
-        missing = [f"{name} ({folder})" for name, folder in self._published.items() if not folder.is_dir()]
-        if missing:
-            notes.append(f"store.published: there is no {', '.join(missing)}: what it should have is published anew")
-        return notes
+    def _warn(self, reason: str, message: str) -> None:
+        self.events.add("OmniPool", "", self._pool_name, reason, message, warning=True)
 
-    @staticmethod
-    def _too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
-        minimum = Level(pool.spec.isolation.level if pool.spec.isolation else Level.PROCESS)
-        if reached.level.strength >= minimum.strength:
-            return None
-        missing = "; ".join(reached.missing)
-        return IsolationError(
-            pool.subject,
-            f"isolation.level {minimum} is asked for, this machine gives {reached.level} ({missing})",
-            "allow a lower isolation.level, or give the agent the privileges that are missing",
-        )
+    @property
+    def _broker(self) -> Broker:
+        assert self._opened is not None
+        return self._opened.broker
 
-    def _model(self, key: str, spec: dict[str, Any]) -> Model:
-        assert self._broker is not None
-        assert self._preparation is not None
+    @property
+    def _pool_name(self) -> str:
+        return self._pool.metadata.name if self._pool else ""
+
+    def _model(self, opened: OpenedPool, key: str, spec: dict[str, Any]) -> Model:
         leaving = any(task.get_name() == f"remove {key}" for task in self._background)
         instance = self._instance(spec, f"{key}@{next(self._revisions)}" if leaving else key)
-        if self._adoption.adopt(key, instance, self._broker.moves):
-            self._broker.instances[instance.name] = instance
+        if self._adoption.adopt(key, instance, opened.broker.moves):
+            opened.broker.instances[instance.name] = instance
         return Model(
             key,
             instance,
             make=lambda newer: self._instance(newer, f"{key}@{next(self._revisions)}"),
-            broker=self._broker,
-            preparation=self._preparation,
+            broker=opened.broker,
+            preparation=opened.preparation,
             layout=self.layout,
             changed=self._tell_change,
         )
 
     def _instance(self, spec: dict[str, Any], name: str) -> Instance:
-        assert self._broker is not None
         return Instance(
             name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited, keep=self._provide
         )
@@ -298,7 +231,6 @@ class Agent:
             self._spawner.keep(instance.process, served_by(instance), instance.mapped or ())
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
-        assert self._broker is not None
         self._broker.moves.on_exit(instance, error)
         model = self._models.get(f"{instance.namespace}/{instance.model}")
         if model is not None and error is not None and error.reason is Reason.OUT_OF_MEMORY:
@@ -332,14 +264,12 @@ class Agent:
     async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
         instance = self._found(namespace, name).serving
-        assert self._broker is not None
         await self._broker.orders.wake(instance, deadline_seconds)
         return {"tier": instance.tier, "wakeSeconds": instance.last_wake_seconds}
 
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
         instance = self._found(namespace, name).serving
-        assert self._broker is not None
         if instance.residency.keep_resident:
             raise DispatchError(
                 instance.subject,
@@ -353,7 +283,7 @@ class Agent:
 
     async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
-        return removed(await self._preparation.housekeeping.prune(dry_run=dry_run) if self._preparation else [])
+        return removed(await self._opened.preparation.housekeeping.prune(dry_run=dry_run) if self._opened else [])
 
     def logs(self, namespace: str, name: str, *, tail: int, follow: bool) -> AsyncIterator[bytes]:
         """See `protocol.admin.Admin`."""
@@ -394,10 +324,9 @@ class Agent:
 
     def _pool_report(self) -> PoolReport:
         reached = self._spawner.reached if self._spawner else None
-        broker = self._broker
-        name = self._pool.metadata.name if self._pool else ""
+        opened, name = self._opened, self._pool_name
         level, missing = (str(reached.level), reached.missing) if reached else ("", ())
-        if broker is None:
+        if opened is None:
             return PoolReport(
                 pool=name, node=self._node, device="", budget_bytes=0, resident_bytes=0, promised_bytes=0,
                 working_bytes=0, free_bytes=0, host_budget_bytes=0, host_bytes=0, arena_bytes=0, footprint_bytes=0,
@@ -405,8 +334,8 @@ class Agent:
                 reason=str(self._refusal.reason) if self._refusal else "",
                 message=str(self._refusal) if self._refusal else "",
             )  # fmt: skip
-        account = broker.memory.ledger.snapshot()
-        room = self._preparation.room if self._preparation else Room()
+        account = opened.broker.memory.ledger.snapshot()
+        room = opened.preparation.room
         footprint_bytes = sum(
             model.serving.weights_bytes + model.serving.working_bytes
             for model in self._models.values()
@@ -415,7 +344,7 @@ class Agent:
         return PoolReport(
             pool=name,
             node=self._node,
-            device=broker.memory.device.name,
+            device=opened.broker.memory.device.name,
             budget_bytes=account.device.capacity_bytes,
             resident_bytes=account.device.total_bytes(Kind.FRAMES),
             promised_bytes=account.device.total_bytes(Kind.PROMISE),
@@ -443,19 +372,6 @@ class Agent:
 
     def _tell_change(self) -> None:
         self._changed.set()
-
-
-def _without_effect(pool: OmniPool, found: Supply, opened: Supply) -> list[str]:
-    """What a pool asks for and this agent does not do, in sentences."""
-    notes = []
-    if found.frame_bytes != opened.frame_bytes:
-        notes.append(
-            f"device.frameSize {bytes_text(found.frame_bytes)} takes effect when the agent is started again; "
-            f"until then frames have {bytes_text(opened.frame_bytes)}"
-        )
-    if opened.device == "host" and (pool.spec.device.count or 1) > 1:
-        notes.append(f"device.count {pool.spec.device.count} has no effect: the memory of a machine is one device")
-    return notes
 
 
 def _unknown(name: str) -> DispatchError:

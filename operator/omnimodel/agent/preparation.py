@@ -24,6 +24,7 @@ from omnimodel.agent.origins import Origins
 from omnimodel.agent.sources import Sources
 from omnimodel.agent.stored import tree_bytes
 from omnimodel.errors import ImageError, OmniError, Reason, SourceError
+from omnimodel.memory.devices.processor import computes_bfloat16
 from omnimodel.memory.disk import write_atomically
 from omnimodel.memory.published import PublishedImages
 from omnimodel.memory.store import Staging, Store, verify
@@ -354,16 +355,11 @@ def image_key(spec: Mapping[str, Any], dtype: str) -> str:
 def resolve_dtype(dtype: str, auto: str = "") -> str:
     """The dtype that `auto` means: what is said here, else what suits this machine.
 
-    bfloat16 where the processor computes in it (avx512_bf16 or amx_bf16), else float32: with AVX2 alone, a bfloat16
-    prefill is 3.7 times slower. Source: measured, docs/memory.md.
+    bfloat16 where the processor computes in it, else float32.
     """
-    if dtype != "auto" or auto:
-        return auto if dtype == "auto" else dtype
-    with suppress(OSError):
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-        if "avx512_bf16" in flags or "amx_bf16" in flags:
-            return "bfloat16"
-    return "float32"
+    if dtype != "auto":
+        return dtype
+    return auto or ("bfloat16" if computes_bfloat16() else "float32")
 
 
 async def finish(task: asyncio.Task[Any] | None) -> None:

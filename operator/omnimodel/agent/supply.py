@@ -1,4 +1,4 @@
-"""What an OmniPool means on this machine, in bytes."""
+"""What an OmniPool means on this machine: in bytes, and in isolation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from omnimodel.api import OmniPool
-from omnimodel.errors import OmniError
+from omnimodel.errors import IsolationError, OmniError
+from omnimodel.isolation import Level, Reached
 from omnimodel.memory.devices.available import available_bytes, total_bytes
 from omnimodel.quantity import AUTO, parse_bytes, parse_share
 
@@ -67,6 +68,19 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
     cores = len(os.sched_getaffinity(0))
     return Supply("host", frame_bytes, budget_bytes // frame_bytes * frame_bytes, host_bytes, max(1, cores // 2))
+
+
+def too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
+    """What to say where this machine isolates less than the pool asks for; None where it does not."""
+    minimum = Level(pool.spec.isolation.level if pool.spec.isolation else Level.PROCESS)
+    if reached.level.strength >= minimum.strength:
+        return None
+    missing = "; ".join(reached.missing)
+    return IsolationError(
+        pool.subject,
+        f"isolation.level {minimum} is asked for, this machine gives {reached.level} ({missing})",
+        "allow a lower isolation.level, or give the agent the privileges that are missing",
+    )
 
 
 def _bytes(value: int | str | None, whole_bytes: int, auto_bytes: int) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from omnimodel.errors import ImageError, OmniError, Reason
+from omnimodel.memory.devices.processor import computes_bfloat16
 from omnimodel.memory.image import ImageWriter, Index
 from omnimodel.runtime.binding import plain_tensors, tensors_in_order
 from omnimodel.runtime.handlers import HandlerError, calling
@@ -222,15 +223,6 @@ def torch_dtype(subject: str, name: str) -> torch.dtype:
         problem = f"runtime.dtype is {name!r}"
         raise OmniError(subject, problem, "write auto, float32, bfloat16 or float16", reason=Reason.INVALID_MANIFEST)
     return found
-
-
-def computes_bfloat16() -> bool:
-    """Whether the processor has bfloat16 instructions; without them bfloat16 is 4 times slower than float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _name(dtype: torch.dtype) -> str:
