@@ -58,7 +58,7 @@ class Process(NamedTuple):
                 raise TimeoutError(f"process {self.pid} does not end")
             time.sleep(0.02)
         with contextlib.suppress(ChildProcessError):  # it need not be a child of this program
-            os.waitpid(self.pid, os.WNOHANG)
+            os.waitpid(self.pid, 0)  # its first thread may have ended before the others have
 
 
 def add_link(init: int) -> int:
