@@ -178,3 +178,6 @@ async def test_an_edit_of_the_store_is_told_to_need_a_new_start(tmp_path, index)
     async with agent(tmp_path, "second", index, volumeClaimTemplate={"size": "1Gi"}) as world:
         await world.apply()
         assert "no effect on one machine" in world.agent.report().pool.message
+        world.pool = pool(176 * MIB, volumes=[{"name": "voices", "image": {"reference": "example/voices:1"}}])
+        await world.apply()
+        assert "there is no voices (/volumes/voices)" in world.agent.report().pool.message

@@ -284,7 +284,38 @@ POOLS: list[tuple[str, dict[str, Any], list[str]]] = [
         "volume two",
         {"volumes": [{"name": "a", "path": "/x", "persistentVolumeClaim": {"claimName": "x"}}]},
         [
-            "volumes[0]: needs exactly one of path and persistentVolumeClaim; write path: /srv/models, or persistentVolumeClaim: {claimName: models}"
+            "volumes[0]: needs exactly one of path, persistentVolumeClaim and image; write path: /srv/models, or persistentVolumeClaim: {claimName: models}, for example"
+        ],
+    ),
+    (
+        "volume nowhere",
+        {"volumes": [{"name": "a"}]},
+        [
+            "volumes[0]: needs exactly one of path, persistentVolumeClaim and image; write path: /srv/models, or persistentVolumeClaim: {claimName: models}, for example"
+        ],
+    ),
+    (
+        "volume image and path",
+        {"volumes": [{"name": "a", "path": "/x", "image": {"reference": "registry.example.org/models:1"}}]},
+        [
+            "volumes[0]: needs exactly one of path, persistentVolumeClaim and image; write path: /srv/models, or persistentVolumeClaim: {claimName: models}, for example"
+        ],
+    ),
+    (
+        "volume image to write",
+        {"volumes": [{"name": "a", "image": {"reference": "registry.example.org/models:1"}, "readOnly": False}]},
+        ["volumes[0].readOnly: false: an image is only read; remove readOnly: false, or have a claim to write to"],
+    ),
+    (
+        "volume image without name",
+        {"volumes": [{"name": "a", "image": {"pullPolicy": "Never"}}]},
+        ["volumes[0].image.reference: is missing; write reference: 'registry.example.org/omnimodel/catalogue:2026-11'"],
+    ),
+    (
+        "volume image as of a pod",
+        {"volumes": [{"name": "a", "image": {"reference": "registry.example.org/models:1", "pullPolicy": "always"}}]},
+        [
+            "volumes[0].image.pullPolicy: 'always': is in the wrong case or spelling; write Always; possible are Always, IfNotPresent or Never"
         ],
     ),
     (

@@ -81,6 +81,7 @@ POOLS: list[tuple[str, dict[str, Any]]] = [
     ("a budget and a frame", {"device": {"memory": "512Mi", "frameSize": "16Mi"}, "hostMemory": "50%"}),
     ("limits and isolation", {"overcommit": {"limit": 8}, "isolation": {"level": "namespaces"}}),
     ("volumes", {"volumes": [{"name": "models", "path": "/srv/models"}, {"name": "hub", "persistentVolumeClaim": {"claimName": "hub"}}]}),
+    ("volumes of images", {"volumes": [{"name": "voices", "image": {"reference": "registry.example.org/voices:1"}}, {"name": "fresh", "image": {"reference": "registry.example.org/fresh:1", "pullPolicy": "Always"}, "readOnly": True}]}),
     ("a claim for each store", {"store": {"volumeClaimTemplate": {"size": "100Gi", "storageClassName": "fast"}}}),
     ("stores", {"store": {"persistentVolumeClaim": {"claimName": "stores"}, "published": [{"name": "a", "persistentVolumeClaim": {"claimName": "a"}}, {"name": "b", "image": {"reference": "registry.example.org/catalogue:1"}}, {"name": "c", "path": "/srv/c"}]}}),
     ("a folder for stores", {"store": {"path": "/srv/omnimodel"}}),

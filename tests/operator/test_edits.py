@@ -81,6 +81,7 @@ OF_POOLS: list[tuple[str, Any, set[str]]] = [
     ("isolation.level", "namespaces", {"pods", "processes"}),
     ("volumes", [{"name": "models", "path": "/srv/models"}], {"pods"}),
     ("volumes", [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}], {"pods"}),
+    ("volumes", [{"name": "models", "image": {"reference": "example/models:1", "pullPolicy": "Always"}}], {"pods"}),
     ("store", {"path": "/srv/omnimodel"}, {"pods"}),
     ("store", {"published": [{"name": "catalogue", "path": "/srv/catalogue"}]}, {"pods"}),
     ("pod", {"image": "example/agent:2"}, {"pods"}),

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from api.builders import model
 from kube.agents import Agents
 from kube.world import World, is_ready, pool, until
 from omnimodel.agent.kept import FOLDER_VARIABLE
-from omnimodel.api import OmniPool
+from omnimodel.api import OmniModel, OmniPool
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_stateful_set, differences
 from omnimodel.controllers.kubernetes_pods import PodView, problem_of
 from omnimodel.kube import PODS, POOLS, STATEFUL_SETS, Kind, KubeError
+from omnimodel.render import render
 
 CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 TEMPLATE = {"volumeClaimTemplate": {"size": "2Gi", "storageClassName": "none-here"}}
@@ -80,13 +82,13 @@ def test_in_a_volume_that_pods_share_each_has_a_folder_of_its_own(store: Any, vo
 def test_published_stores_are_read_only_where_the_agent_looks() -> None:
     published = [
         {"name": "a", "persistentVolumeClaim": {"claimName": "catalogue"}},
-        {"name": "b", "image": {"reference": "registry.example.org/catalogue:1"}},
+        {"name": "b", "image": {"reference": "registry.example.org/catalogue:1", "pullPolicy": "Always"}},
         {"name": "c", "path": "/srv/catalogue"},
     ]
     found = child(store={"published": published})
     there = volumes(found)
     assert there["published-a"]["persistentVolumeClaim"] == {"claimName": "catalogue", "readOnly": True}
-    assert there["published-b"]["image"]["reference"] == "registry.example.org/catalogue:1"
+    assert there["published-b"]["image"] == {"reference": "registry.example.org/catalogue:1", "pullPolicy": "Always"}
     assert there["published-c"]["hostPath"] == {"path": "/srv/catalogue", "type": "Directory"}
     store = OmniPool.model_validate(
         {"metadata": {"name": "gpu"}, "spec": {"store": {"published": published}}}
@@ -96,6 +98,28 @@ def test_published_stores_are_read_only_where_the_agent_looks() -> None:
         mount = mounts(found)[f"published-{item.name}"]
         assert (mount["mountPath"], mount["readOnly"]) == (item.folder, True)
     assert FOLDER_VARIABLE not in told(found), "what is missing there is published into the pod"
+
+
+def test_volumes_of_models_are_where_their_processes_look() -> None:
+    listed = [
+        {"name": "a", "persistentVolumeClaim": {"claimName": "models"}},
+        {"name": "b", "persistentVolumeClaim": {"claimName": "notes"}, "readOnly": False},
+        {"name": "c", "image": {"reference": "registry.example.org/voices:1"}},
+        {"name": "d", "path": "/srv/models"},
+    ]
+    found = child(volumes=listed)
+    there = volumes(found)
+    assert there["volume-a"]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert there["volume-b"]["persistentVolumeClaim"] == {"claimName": "notes"}
+    assert there["volume-c"]["image"] == {"reference": "registry.example.org/voices:1", "pullPolicy": "IfNotPresent"}
+    assert there["volume-d"]["hostPath"] == {"path": "/srv/models", "type": "Directory"}
+    pool = OmniPool.model_validate({"metadata": {"name": "gpu", "namespace": "default"}, "spec": {"volumes": listed}})
+    for volume in pool.spec.volumes:
+        mount = mounts(found)[f"volume-{volume.name}"]
+        assert mount.get("readOnly", False) == volume.read_only
+        source = {"volume": {"name": volume.name, "subPath": "en/one.txt"}}
+        process = render(OmniModel.model_validate(model(source=source)), pool).spec
+        assert process.source == {"path": f"{mount['mountPath']}/en/one.txt"}
 
 
 @pytest.mark.parametrize(

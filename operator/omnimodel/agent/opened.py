@@ -128,6 +128,10 @@ class OpenedPool:
             notes.append(f"claims of store have no effect on one machine: the store is {kept}")
         if published_folders(pool) != self.published:
             notes.append("store.published takes effect when the agent is started again")
+        mounted = [volume for volume in pool.spec.volumes if volume.path is None]
+        absent = [f"{volume.name} ({volume.folder})" for volume in mounted if not Path(volume.folder).is_dir()]
+        if absent:
+            notes.append(f"volumes: there is no {', '.join(absent)}: only pods have claims and images mounted")
         missing = [f"{name} ({folder})" for name, folder in self.published.items() if not folder.is_dir()]
         if missing:
             notes.append(f"store.published: there is no {', '.join(missing)}: what it should have is published anew")

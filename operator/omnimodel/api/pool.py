@@ -10,9 +10,11 @@ from omnimodel.api.amounts import Cpu, PoolQuantity, Quantity
 from omnimodel.api.fields import AbsolutePath, Checked, Flag, Label, choice, number, plain, refusal, whole
 from omnimodel.api.meta import LabelMap, Part, Resource, Rule
 from omnimodel.api.pool_sources import PoolSources
-from omnimodel.api.pool_store import SYSTEM_FOLDER, ClaimVolume, PoolStore
+from omnimodel.api.pool_store import IMAGE_VOLUME, SYSTEM_FOLDER, ClaimVolume, ImageVolume, PoolStore
 from omnimodel.api.references import ObjectName
 from omnimodel.api.status import PoolStatus
+
+VOLUMES_PATH = "/volumes"  # in a pod: where claims and images are mounted
 
 
 class Device(Part):
@@ -72,16 +74,33 @@ class Volume(Part):
     persistent_volume_claim: ClaimVolume | None = Field(
         default=None, description="A claim, in a cluster.", examples=[{"claimName": "models"}]
     )
+    image: ImageVolume | None = Field(
+        default=None,
+        description=IMAGE_VOLUME,
+        examples=[{"reference": "registry.example.org/models/voices:2026-11"}],
+    )
     read_only: Flag = Field(default=True, description="Whether models can only read it.", examples=[True])
     rules = (
         Rule(
-            "has(self.path) != has(self.persistentVolumeClaim)",
-            lambda self: (self.path is None) != (self.persistent_volume_claim is None),
-            "needs exactly one of path and persistentVolumeClaim",
-            "write path: /srv/models, or persistentVolumeClaim: {claimName: models}",
+            "[has(self.path), has(self.persistentVolumeClaim), has(self.image)].filter(x, x).size() == 1",
+            lambda self: sum(part is not None for part in (self.path, self.persistent_volume_claim, self.image)) == 1,
+            "needs exactly one of path, persistentVolumeClaim and image",
+            "write path: /srv/models, or persistentVolumeClaim: {claimName: models}, for example",
+        ),
+        Rule(
+            "!has(self.image) || !has(self.readOnly) || self.readOnly",
+            lambda self: self.image is None or self.read_only,
+            "an image is only read",
+            "remove readOnly: false, or have a claim to write to",
+            "readOnly",
         ),
         SYSTEM_FOLDER,
     )
+
+    @property
+    def folder(self) -> str:
+        """Where an agent finds it."""
+        return self.path or f"{VOLUMES_PATH}/{self.name}"
 
 
 class PodResources(Part):

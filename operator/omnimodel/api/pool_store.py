@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import posixpath
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from omnimodel.api.amounts import Quantity
-from omnimodel.api.fields import AbsolutePath, Label, plain
+from omnimodel.api.fields import AbsolutePath, Label, choice, plain
 from omnimodel.api.meta import Part, Rule
 from omnimodel.api.mounts import SYSTEM_PATHS, SYSTEM_PATTERN
 from omnimodel.api.references import ObjectName
 
+IMAGE_VOLUME = "A container image, in a cluster; Kubernetes 1.33 with the feature ImageVolume, or 1.35."
 PUBLISHED_PATH = "/stores"  # in a pod: where claims and images of published stores are mounted
 
 SYSTEM_FOLDER = Rule(
@@ -40,10 +41,17 @@ class ClaimTemplate(Part):
 
 
 class ImageVolume(Part):
-    """The content of a container image."""
+    """The files of a container image, which are only read."""
 
     reference: Annotated[str, plain(512, empty=False)] = Field(
         description="The image.", examples=["registry.example.org/omnimodel/catalogue:2026-11"]
+    )
+    pull_policy: Annotated[Literal["Always", "IfNotPresent", "Never"], choice("Always", "IfNotPresent", "Never")] = (
+        Field(
+            default="IfNotPresent",
+            description="When the node fetches it, as of a container.",
+            examples=["IfNotPresent"],
+        )
     )
 
 
@@ -57,7 +65,7 @@ class PublishedStore(Part):
     )
     image: ImageVolume | None = Field(
         default=None,
-        description="A container image, in a cluster; Kubernetes 1.33 with the feature ImageVolume, or 1.35.",
+        description=IMAGE_VOLUME,
         examples=[{"reference": "registry.example.org/omnimodel/catalogue:2026-11"}],
     )
     rules = (

@@ -15,6 +15,7 @@ from typing import Any
 
 from omnimodel.api import GROUP, OmniPool
 from omnimodel.api.meta import API_VERSION
+from omnimodel.api.pool import Volume
 from omnimodel.api.pool_store import PoolStore, PublishedStore
 from omnimodel.kube import DISRUPTION_BUDGETS, SERVICES, STATEFUL_SETS, Kind
 from omnimodel.quantity import parse_bytes, parse_cpu
@@ -24,7 +25,6 @@ PORT = 8710
 STATE_PATH = "/var/lib/omnimodel"
 STORE_PATH = "/var/lib/omnimodel-store"
 STORE_VOLUME = "store"
-VOLUMES_PATH = "/volumes"
 SOURCES_PATH = "/etc/omnimodel/sources"
 TOKEN_PATH = "/etc/omnimodel/token"  # noqa: S105 - a folder
 TOKEN_KEY = "token"  # noqa: S105 - of the Secret, and the name of the file
@@ -136,13 +136,12 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
         "volumes": [
             {"name": "state", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
-            *(_volume(volume.name, volume.path, volume.persistent_volume_claim, volume.read_only)
-              for volume in pool.spec.volumes),
+            *(_volume(_volume_name(volume), volume, read_only=volume.read_only) for volume in pool.spec.volumes),
             *_store_volumes(pool),
             *_sources_volume(pool),
             *_token_volume(settings),
         ],
-    }  # fmt: skip
+    }
     if pod is not None:
         if pod.node_selector:
             spec["nodeSelector"] = dict(pod.node_selector)
@@ -187,8 +186,8 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
             *(
                 {
-                    "name": f"volume-{volume.name}"[:63],
-                    "mountPath": volume.path or f"{VOLUMES_PATH}/{volume.name}",
+                    "name": _volume_name(volume),
+                    "mountPath": volume.folder,
                     **({"readOnly": True} if volume.read_only else {}),
                 }
                 for volume in pool.spec.volumes
@@ -273,16 +272,19 @@ def _quantity(count: int) -> str:
     return str(count)
 
 
-def _volume(name: str, path: str | None, claim: Any, read_only: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {"name": f"volume-{name}"[:63]}
-    if claim is not None:
-        body["persistentVolumeClaim"] = {
-            "claimName": claim.claim_name,
-            **({"readOnly": True} if read_only else {}),
-        }
-    else:
-        body["hostPath"] = {"path": path, "type": "Directory"}
-    return body
+def _volume(name: str, source: Volume | PublishedStore, *, read_only: bool) -> dict[str, Any]:
+    """A volume of a pod: a claim, a container image, or a folder of the node."""
+    if source.persistent_volume_claim is not None:
+        claim = {"claimName": source.persistent_volume_claim.claim_name, **({"readOnly": True} if read_only else {})}
+        return {"name": name, "persistentVolumeClaim": claim}
+    if source.image is not None:
+        image = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
+        return {"name": name, "image": image}
+    return {"name": name, "hostPath": {"path": source.path, "type": "Directory"}}
+
+
+def _volume_name(volume: Volume) -> str:
+    return f"volume-{volume.name}"[:63]
 
 
 def _store(pool: OmniPool) -> PoolStore:
@@ -323,15 +325,7 @@ def _store_volumes(pool: OmniPool) -> list[dict[str, Any]]:
         volumes.append({"name": STORE_VOLUME, "persistentVolumeClaim": claim})
     if store.path is not None:
         volumes.append({"name": STORE_VOLUME, "hostPath": {"path": store.path, "type": "DirectoryOrCreate"}})
-    for item in store.published:
-        body: dict[str, Any]
-        if item.persistent_volume_claim is not None:
-            body = {"persistentVolumeClaim": {"claimName": item.persistent_volume_claim.claim_name, "readOnly": True}}
-        elif item.image is not None:
-            body = {"image": {"reference": item.image.reference, "pullPolicy": "IfNotPresent"}}
-        else:
-            body = {"hostPath": {"path": item.path, "type": "Directory"}}
-        volumes.append({"name": _published_name(item), **body})
+    volumes += [_volume(_published_name(item), item, read_only=True) for item in store.published]
     return volumes
 
 

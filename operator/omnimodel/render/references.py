@@ -68,8 +68,7 @@ def volume_path(model: OmniModel, pool: OmniPool, name: str, sub_path: str | Non
     """
     for volume in pool.spec.volumes:
         if volume.name == name:
-            root = volume.path or f"/volumes/{name}"  # where a pod of the pool has its claims
-            return posixpath.normpath(f"{root}/{sub_path or ''}")
+            return posixpath.normpath(f"{volume.folder}/{sub_path or ''}")
     known = ", ".join(volume.name for volume in pool.spec.volumes)
     cure = f"write one of {known}" if known else f"add it to spec.volumes of {pool.subject}"
     raise ManifestError(
