@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 
 
 class Reason(StrEnum):
     """Why something is as it is: the `reason` of conditions, events, residency entries and errors.
 
-    docs/troubleshooting.md has a cure for each.
+    `CURES` has a cure for each in one sentence, docs/troubleshooting.md at length.
     """
 
     INVALID_MANIFEST = "InvalidManifest"
@@ -64,6 +65,81 @@ class Reason(StrEnum):
         return next((reason for reason in cls if reason.code == code), None)
 
 
+CURES: Mapping[str, str] = {  # for conditions, events and answers that know nothing better
+    Reason.INVALID_MANIFEST: "correct the manifest and apply it again (omni validate FILE checks it)",
+    Reason.NAME_TAKEN: "choose another name",
+    Reason.POOL_NOT_FOUND: "add an OmniPool of that name, or correct spec.pool",
+    Reason.TOO_LARGE: (
+        "raise spec.device.memory of the pool, or have the model need less (a smaller runtime.dtype,"
+        " resources.deviceMemory)"
+    ),
+    Reason.OVER_COMMIT_LIMIT: "raise that limit or spec.replicas of the pool, or remove or suspend a model",
+    Reason.SHARES_WITH_KEPT: (
+        "keep fewer models resident (residency.keepResident), or raise spec.device.memory of the pool"
+    ),
+    Reason.SIZE_UNKNOWN: "write resources.deviceMemory, or wait until it was measured",
+    Reason.NO_PODS: "raise spec.replicas of the pool",
+    Reason.TOO_FEW_PODS: "raise spec.replicas of the pool, or write a smaller spec.replicas.min of the model",
+    Reason.UNSCHEDULABLE: (
+        "free or add a node that takes it, or change spec.pod.nodeSelector, spec.pod.tolerations, spec.pod.resources or"
+        " spec.device of the pool"
+    ),
+    Reason.CLAIM_NOT_FOUND: (
+        "create that claim in the pool's namespace with a storage class that makes volumes, or correct it in"
+        " spec.volumes or spec.store of the pool"
+    ),
+    Reason.IMAGE_NOT_PULLED: (
+        "correct spec.pod.image of the pool or the chart's images.agent, or give the node the registry's credentials"
+        " (images.pullSecrets)"
+    ),
+    Reason.POD_NOT_CREATED: "correct what is refused in spec.pod of the pool, or allow it in the namespace",
+    Reason.POD_FAILED: (
+        "see kubectl logs --previous and kubectl describe of that pod, and correct spec.pod, spec.volumes or spec.store"
+        " of the pool"
+    ),
+    Reason.AGENT_SILENT: "look at the pod's node, then at kubectl logs of the pod; deleted, it is made anew",
+    Reason.NODE_SILENT: "restart its kubelet, or delete the Node when the machine is gone",
+    Reason.NAME_OCCUPIED: "delete that object, or give the pool another name",
+    Reason.NOT_ALLOWED: "upgrade the chart, or list the namespace in its `namespaces` or `agent.namespaces`",
+    Reason.OUTDATED_DEFINITIONS: "upgrade them with the chart, or kubectl apply --server-side -f crds/",
+    Reason.SOURCE_NOT_FOUND: (
+        "correct its name, version or revision, or see that it can be reached with spec.sources of the pool"
+    ),
+    Reason.DIGEST_MISMATCH: "find out which of the two is right, and correct sha256 or the source",
+    Reason.BAD_ARTIFACT: "replace it at its source, or name another",
+    Reason.DISK_FULL: "free some space, or give the pool a larger store",
+    Reason.STORE_UNAVAILABLE: "let the agent write there, or correct spec.store of the pool",
+    Reason.STORE_IN_USE: "give each agent a folder of its own, or name this one in spec.store.published",
+    Reason.ENVIRONMENT_FAILED: "correct the versions in runtime.environment.requirements",
+    Reason.HANDLER_FAILED: "correct the handler (omni logs MODEL has its traceback)",
+    Reason.OUT_OF_MEMORY: "raise resources.hostMemory, or ask for less at once (limits.concurrency)",
+    Reason.CRASHED: "see omni logs MODEL for its last words",
+    Reason.LOAD_TIMEOUT: "see omni logs MODEL for what it waits for, or raise limits.loadDeadline",
+    Reason.EVICT_TIMEOUT: "see omni logs MODEL for what holds its interpreter",
+    Reason.PROBE_FAILED: "correct spec.probe.expect, or the weights and options that answer otherwise",
+    Reason.ISOLATION_UNAVAILABLE: "give the machine or pod what is missing, or lower spec.isolation.level of the pool",
+    Reason.MODEL_NOT_FOUND: "see omni get models for the names that there are",
+    Reason.QUEUE_FULL: "send it again later, or raise limits.queue or limits.concurrency",
+    Reason.DEADLINE_EXCEEDED: "raise limits.deadline, or see in omni top what keeps the device busy",
+    Reason.DRAINING: "send it again when it is back",
+    Reason.SUSPENDED: "remove `suspend: true` from its manifest",
+    Reason.STATE_DIR_IN_USE: "stop the other one, or give this one its own --state-dir",
+    Reason.INTERNAL: "report it with the last lines of the agent's log",
+}
+
+
+def advised(reason: str, problem: str, cure: str | None = None) -> str:
+    """What is wrong and what to do about it, in one sentence.
+
+    Args:
+        reason: a `Reason`, or a word that has no cure.
+        problem: as of `OmniError`.
+        cure: as of `OmniError`; the usual one of the reason when it is None.
+    """
+    cure = CURES.get(reason, "") if cure is None else cure
+    return f"{problem.rstrip(' .')}; {cure}" if cure else problem
+
+
 class OmniError(Exception):
     """An error a person can act on.
 
@@ -87,6 +163,11 @@ class OmniError(Exception):
     def __str__(self) -> str:
         text = f"{self.subject}: {self.problem}" if self.subject else self.problem
         return f"{text}; {self.cure}" if self.cure else text
+
+    @property
+    def advice(self) -> str:
+        """What is wrong and what to do about it, for places that show the object themselves."""
+        return advised(self.reason, self.problem, self.cure or None)
 
 
 class ManifestError(OmniError):

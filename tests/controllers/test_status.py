@@ -9,7 +9,8 @@ import pytest
 
 from omnimodel.api import ModelStatus, PoolStatus, ProcessStatus
 from omnimodel.controllers.status import Refusal, model_status, pod_entry, pool_report, pool_status, process_status
-from omnimodel.errors import Reason
+from omnimodel.errors import CURES, OmniError, Reason, advised
+from omnimodel.placement.assignment import Finding
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport
 
 PROCESS = ProcessReport("a-1", 4711, "ready", 1000.0, 20 << 20, 0, "namespaces", ("swap limits",), "/sys/fs/cgroup/a")
@@ -101,6 +102,21 @@ def test_refusal_is_stalled_with_its_sentence() -> None:
     status = status_of(refusal=Refusal(Reason.TOO_LARGE, "needs 2.00 GiB on the device, but pool default has 1.00 GiB"))
     assert verdict(status) == ("False", "False", "True", "TooLarge")
     assert "2.00 GiB" in status["conditions"][0]["message"]
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_whatever_is_refused_for_a_reason_says_what_to_do(reason: Reason) -> None:
+    assert len(CURES[reason].split()) >= 3
+    message = Refusal(reason, "It is not there. ").message
+    assert message == Finding("default/a", reason, "It is not there. ").message == f"It is not there; {CURES[reason]}"
+    assert OmniError("OmniModel a", "it is not there", reason=reason).advice == f"it is not there; {CURES[reason]}"
+
+
+def test_a_better_cure_is_told_instead_of_the_usual_one() -> None:
+    assert Refusal(Reason.TOO_LARGE, "it is", "add a device").message == "it is; add a device"
+    assert OmniError("", "it is", "add a device", reason=Reason.TOO_LARGE).advice == "it is; add a device"
+    assert Refusal(Reason.TOO_LARGE, "it is: see above", "").message == "it is: see above"
+    assert advised("Pending", "it waits") == "it waits"
 
 
 def test_suspended_is_neither_reconciling_nor_stalled() -> None:

@@ -289,6 +289,9 @@ async def test_an_object_of_someone_else_with_the_name_is_left_alone(world: Worl
     await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
     await until(lambda: conditions(world.see(POOLS, "gpu")).get("Stalled") == ("True", "NameOccupied"), "it says so")
     await until(lambda: conditions(world.see(MODELS, "a")).get("Ready") == ("Unknown", "NameOccupied"), "the model too")
+    ready = next(c for c in world.see(POOLS, "gpu")["status"]["conditions"] if c["type"] == "Ready")
+    assert "a StatefulSet named gpu is there already" in ready["message"]
+    assert "; delete that object, or give the pool another name" in ready["message"]
     assert world.see(STATEFUL_SETS, "gpu")["spec"]["serviceName"] == "x"
     await world.kube.delete(STATEFUL_SETS, "gpu", world.namespace)
     await world.apply(pool("gpu", world.namespace, replicas=1))  # a reason to look again
@@ -298,36 +301,44 @@ async def test_an_object_of_someone_else_with_the_name_is_left_alone(world: Worl
 POD_TROUBLE = {
     "no node takes it": (
         {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"}]},
-        "Unschedulable", "Insufficient nvidia.com/gpu",
+        "Unschedulable", "Insufficient nvidia.com/gpu", "free or add a node that takes it",
     ),
     "its claim is missing": (
         {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": 'persistentvolumeclaim "models" not found'}]},
-        "ClaimNotFound", 'persistentvolumeclaim "models" not found',
+        "ClaimNotFound", 'persistentvolumeclaim "models" not found', "create that claim in the pool's namespace",
     ),
     "its image cannot be pulled": (
         {"phase": "Pending", "containerStatuses": [{"name": "agent", "image": "x", "imageID": "", "ready": False, "restartCount": 0,
          "state": {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image x"}}}]},
-        "ImageNotPulled", "Back-off pulling image x",
+        "ImageNotPulled", "Back-off pulling image x", "correct spec.pod.image of the pool",
     ),
     "its agent crashes": (
         {"phase": "Running", "containerStatuses": [{"name": "agent", "image": "x", "imageID": "", "ready": False, "restartCount": 5,
-         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}}}]},
-        "PodFailed", "back-off 40s",
+         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+         "lastState": {"terminated": {"reason": "Error", "exitCode": 3}}}]},
+        "PodFailed", "back-off 40s (exit code 3)", "see kubectl logs --previous",
+    ),
+    "its agent runs out of memory": (
+        {"phase": "Running", "containerStatuses": [{"name": "agent", "image": "x", "imageID": "", "ready": False, "restartCount": 5,
+         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+         "lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}]},
+        "OutOfMemory", "its container ran out of memory and was killed: back-off 40s", "raise spec.pod.resources.memory",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("trouble", list(POD_TROUBLE))
 async def test_a_pod_that_cannot_run_says_why_on_pool_and_model(world: World, start, trouble: str) -> None:
-    body, reason, sentence = POD_TROUBLE[trouble]
+    body, reason, sentence, cure = POD_TROUBLE[trouble]
     await start()
     await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
     await until(lambda: "gpu-0" in world.all(PODS), "the pod is made")
     await world.kube.patch_status(PODS, "gpu-0", world.namespace, body, manager="kubelet")
     await until(lambda: conditions(world.see(POOLS, "gpu")).get("Stalled") == ("True", reason), reason)
     await until(lambda: conditions(world.see(MODELS, "a")).get("Ready") == ("Unknown", reason), "on the model")
-    ready = next(c for c in world.see(MODELS, "a")["status"]["conditions"] if c["type"] == "Ready")
-    assert sentence in ready["message"]
+    for item in (world.see(POOLS, "gpu"), world.see(MODELS, "a")):
+        ready = next(c for c in item["status"]["conditions"] if c["type"] == "Ready")
+        assert f"gpu-0: {sentence}; {cure}" in ready["message"]
 
 
 async def test_a_lost_pod_is_not_ready_its_entries_go_and_its_models_move(

@@ -170,10 +170,16 @@ async def test_each_thing_that_is_missing_has_its_reason_and_ends_when_it_comes(
         model("wide", world.namespace, mounts=[]) | {},
     )
     expected = {
-        "poolless": (Reason.POOL_NOT_FOUND, "asks for pool none, which does not exist; pools: gpu"),
-        "secretive": (Reason.SOURCE_NOT_FOUND, "there is no Secret token in its namespace"),
-        "mounted": (Reason.SOURCE_NOT_FOUND, "there is no ConfigMap code in its namespace"),
-        "large": (Reason.TOO_LARGE, "needs 8.00 GiB on the device, but pool gpu has 1.00 GiB"),
+        "poolless": (
+            Reason.POOL_NOT_FOUND,
+            "asks for pool none, which does not exist; pools: gpu; add an OmniPool of that name",
+        ),
+        "secretive": (Reason.SOURCE_NOT_FOUND, "there is no Secret token in its namespace; add"),
+        "mounted": (Reason.SOURCE_NOT_FOUND, "there is no ConfigMap code in its namespace; add"),
+        "large": (
+            Reason.TOO_LARGE,
+            "needs 8.00 GiB on the device, but pool gpu has 1.00 GiB; raise spec.device.memory of the pool",
+        ),
     }
 
     def stalled(name: str) -> bool:
@@ -186,9 +192,9 @@ async def test_each_thing_that_is_missing_has_its_reason_and_ends_when_it_comes(
         assert ready["status"] == "False"
     await world.ready("wide")
     events = (await world.kube.list(EVENTS, world.namespace)).items
-    assert {(e["involvedObject"]["name"], e["reason"]) for e in events} >= {
-        (n, str(r)) for n, (r, _) in expected.items()
-    }
+    for name, (reason, sentence) in expected.items():
+        told = [e["message"] for e in events if (e["involvedObject"]["name"], e["reason"]) == (name, reason)]
+        assert any(sentence in message for message in told), name
 
     await world.apply(pool("none", world.namespace))
     await world.kube.create(
@@ -255,5 +261,7 @@ async def test_over_the_limit_the_youngest_is_refused_until_there_is_room(world:
     await until(
         lambda: conditions(world.see(MODELS, "b")).get("Stalled") == ("True", "OverCommitLimit"), "it is refused"
     )
+    ready = next(c for c in world.see(MODELS, "b")["status"]["conditions"] if c["type"] == "Ready")
+    assert "its overcommit.limit is 1; raise that limit or spec.replicas of the pool" in ready["message"]
     await world.kube.delete(MODELS, "a", world.namespace)
     await world.ready("b")

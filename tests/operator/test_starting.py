@@ -239,7 +239,7 @@ async def test_a_node_whose_kubelet_is_silent_is_named_although_its_models_serve
         await world.kube.patch_status(PODS, "gpu-0", world.namespace, running(ready=there), manager="kubelet")
 
     await kubelet(there=False)
-    told = f"gpu-0 serves, but cannot be told ready: node {name} does not answer: restart its kubelet"
+    told = f"gpu-0 serves, but cannot be told ready: node {name} does not answer; restart its kubelet"
     await until(lambda: told in message(world.see(POOLS, "gpu")), "it says so")
     assert conditions(world.see(POOLS, "gpu"))["Reconciling"] == ("True", "NodeSilent")
     await world.ready("m")

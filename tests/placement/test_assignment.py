@@ -20,7 +20,7 @@ def model(name: str, gib: float, **more: object) -> ModelDemand:
 
 
 def refusals(*models: ModelDemand, pool: PoolSupply = POOL) -> dict[str, tuple[Reason, str]]:
-    return {finding.model: (finding.reason, finding.message) for finding in plan(models, [pool]).refused}
+    return {finding.model: (finding.reason, finding.problem) for finding in plan(models, [pool]).refused}
 
 
 def test_everything_is_assigned_and_the_ratio_says_how_far_that_over_commits() -> None:

@@ -88,7 +88,7 @@ def test_too_few_pods_for_the_replicas_serves_from_those_there_are() -> None:
     result = place([ask("m", 1, replicas=3)], POOL, [pod(0), pod(1)])
     assert where(result) == {"m": ("gpu-0", "gpu-1")}
     (warning,) = result.warnings
-    assert (warning.reason, warning.message) == (
+    assert (warning.reason, warning.problem) == (
         Reason.TOO_FEW_PODS,
         "asks for 3 pods and has 2: pool gpu has no other pod",
     )

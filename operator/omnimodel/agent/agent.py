@@ -326,13 +326,13 @@ class Agent:
         reached = self._spawner.reached if self._spawner else None
         opened, name = self._opened, self._pool_name
         level, missing = (str(reached.level), reached.missing) if reached else ("", ())
+        refusal = self._refusal
+        reason, why = (str(refusal.reason), f"{refusal.subject}: {refusal.advice}") if refusal else ("", "")
         if opened is None:
             return PoolReport(
                 pool=name, node=self._node, device="", budget_bytes=0, resident_bytes=0, promised_bytes=0,
                 working_bytes=0, free_bytes=0, host_budget_bytes=0, host_bytes=0, arena_bytes=0, footprint_bytes=0,
-                isolation_level=level, isolation_missing=missing, ready=False,
-                reason=str(self._refusal.reason) if self._refusal else "",
-                message=str(self._refusal) if self._refusal else "",
+                isolation_level=level, isolation_missing=missing, ready=False, reason=reason, message=why,
             )  # fmt: skip
         account = opened.broker.memory.ledger.snapshot()
         room = opened.preparation.room
@@ -356,9 +356,9 @@ class Agent:
             footprint_bytes=footprint_bytes,
             isolation_level=level,
             isolation_missing=missing,
-            ready=self._refusal is None,
-            reason=str(self._refusal.reason) if self._refusal else "",
-            message=str(self._refusal) if self._refusal else self._note,
+            ready=refusal is None,
+            reason=reason,
+            message=why or self._note,
             store_path=str(self.layout.kept),
             store_bytes=room.capacity_bytes,
             store_free_bytes=room.free_bytes,

@@ -15,7 +15,7 @@ from omnimodel.agent.instance import Instance
 from omnimodel.agent.preparation import Footprint, finish
 from omnimodel.agent.proof import prove
 from omnimodel.agent.reporting import instance_report, tensors
-from omnimodel.errors import OmniError, Reason
+from omnimodel.errors import OmniError, Reason, advised
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
 from omnimodel.render import spec_card
@@ -360,12 +360,12 @@ class Model:
         """Whether the revision that serves is ready; reason and sentence when it, or the one to follow, is not."""
         instance = self.serving
         if instance.blocked:
-            return False, str(Reason.TOO_LARGE), instance.blocked
+            return False, str(Reason.TOO_LARGE), advised(Reason.TOO_LARGE, instance.blocked)
         failures = instance.failures
         failing = failures.last if not instance.verified or failures.retry_at_seconds > time.monotonic() else None
         problem = self.problem or failing
         ready = instance.verified and failing is None
-        return ready, str(problem.reason) if problem else "", problem.problem if problem else ""
+        return ready, str(problem.reason) if problem else "", problem.advice if problem else ""
 
     def report(self) -> ModelReport:
         """The model now."""

@@ -352,8 +352,7 @@ class Moves:
     def failed(self, instance: Instance, error: OmniError) -> None:
         """Note a failure and tell people."""
         instance.fail(error)
-        told = f"{error.problem}; {error.cure}" if error.cure else error.problem
-        self.tell(instance, str(error.reason), told, warning=True)
+        self.tell(instance, str(error.reason), error.advice, warning=True)
 
     def tell(self, instance: Instance, reason: str, message: str, *, warning: bool = False) -> None:
         """Tell people what happened to a model."""

@@ -169,9 +169,7 @@ class PodController:
         for key, error in self.refused.items():
             namespace, name = key.split("/", 1)
             model = models.get(key) or ModelReport(namespace, name, 0, "cold", "failed", ready=False)
-            models[key] = replace(
-                model, reason=str(error.reason), message=f"{error.problem}; {error.cure}".rstrip("; ")
-            )
+            models[key] = replace(model, reason=str(error.reason), message=error.advice)
         return replace(report, models=tuple(models.values()))
 
     async def _follow_agent(self) -> None:

@@ -59,8 +59,8 @@ def rendered(
     """
     if not names:
         lost = "; ".join(message for reason, message in notes if reason == Reason.NAME_TAKEN)
-        return Refusal(Reason.NAME_TAKEN, f"it has no name left to be served by: {lost}")
+        return Refusal(Reason.NAME_TAKEN, f"it has no name left to be served by: {lost}", "")
     try:
         return render_process(model, pool, config=config, served_names=names, taken=taken)
     except OmniError as error:
-        return Refusal(error.reason, f"{error.problem}; {error.cure}" if error.cure else error.problem)
+        return Refusal(error.reason, error.problem, error.cure or None)

@@ -287,8 +287,8 @@ class Operator:
             found = labels.get(SCHEMA_LABEL, "0")
             if not found.isdigit() or int(found) < SCHEMA_VERSION:
                 old.append(name)
-        message = f"the CRDs {', '.join(old)} are older than the operator; upgrade them with the chart"
-        self.reconciler.outdated = Refusal(Reason.OUTDATED_DEFINITIONS, message) if old else None
+        problem = f"the CRDs {', '.join(old)} are older than the operator"
+        self.reconciler.outdated = Refusal(Reason.OUTDATED_DEFINITIONS, problem) if old else None
         if old:
             log.error("definitions outdated names=%s", ",".join(old))
 

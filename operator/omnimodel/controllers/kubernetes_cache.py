@@ -184,8 +184,6 @@ class Cache:
             if owner == key:
                 mine.append(name)
                 continue
-            message = (
-                f'served name "{name}" belongs to OmniModel {owner[0]}/{owner[1]}, which is older; choose another name'
-            )
-            lost.append(Finding(f"{key[0]}/{key[1]}", Reason.NAME_TAKEN, message))
+            problem = f'served name "{name}" belongs to OmniModel {owner[0]}/{owner[1]}, which is older'
+            lost.append(Finding(f"{key[0]}/{key[1]}", Reason.NAME_TAKEN, problem))
         return tuple(mine), tuple(lost)

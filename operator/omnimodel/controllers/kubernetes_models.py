@@ -171,9 +171,11 @@ def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
             f"asks for {model.spec.resources.devices} devices, but pods of pool {snapshot.pool.metadata.name} have"
             f" {snapshot.pool.spec.device.count}"
         )
-        return Refusal(Reason.TOO_LARGE, message)
+        return Refusal(
+            Reason.TOO_LARGE, message, "write fewer resources.devices, or raise spec.device.count of the pool"
+        )
     finding = snapshot.assigned.refusal
-    return None if finding is None else Refusal(finding.reason, finding.message)
+    return None if finding is None else Refusal(finding.reason, finding.problem, finding.cure)
 
 
 def process_body(process: OmniProcess, pool: OmniPool | None, pods: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from omnimodel.controllers.status import Refusal
-from omnimodel.errors import Reason
+from omnimodel.errors import CURES, Reason
 from omnimodel.placement.pods import PodSupply
 
 SILENT_SECONDS = 40.0  # without a heartbeat: four were missed
@@ -29,6 +29,7 @@ _UNBOUND = "unbound immediate PersistentVolumeClaims"  # as a scheduler says it
 _WAITS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _FAILS = {"CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 _ENDED = {"Failed", "Succeeded"}
+_MORE_MEMORY = "raise spec.pod.resources.memory of the pool, or have fewer models in a pod"
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def problem_of(pod: PodView, now_seconds: float) -> tuple[Refusal, bool] | None:
         if found is None:
             return None
         since = now_seconds if pod.away_seconds is None else pod.away_seconds
-        return found, not (_UNBOUND in found.message and now_seconds - since < PROVISION_SECONDS)
+        return found, not (_UNBOUND in found.problem and now_seconds - since < PROVISION_SECONDS)
     failed = _not_started(pod)
     if failed is not None:
         return failed, True
@@ -178,21 +179,17 @@ def problem_of(pod: PodView, now_seconds: float) -> tuple[Refusal, bool] | None:
         return None
     if pod.silent(now_seconds):
         last = f" since {pod.renewed[:19]}Z" if pod.renewed else ""
-        node = f", and {_of_node(pod.lost_node)}" if pod.lost_node else ""
-        return Refusal(Reason.AGENT_SILENT, f"{pod.name}: its agent has not been heard of{last}{node}"), False
-    if pod.entry and not pod.entry.get("ready") and pod.entry.get("reason"):
-        return Refusal(str(pod.entry["reason"]), f"{pod.name}: {pod.entry.get('message', '')}"), True
+        problem = f"{pod.name}: its agent has not been heard of{last}"
+        if pod.lost_node:
+            problem, cure = f"{problem}, and node {pod.lost_node} does not answer", CURES[Reason.NODE_SILENT]
+            return Refusal(Reason.AGENT_SILENT, problem, cure), False
+        return Refusal(Reason.AGENT_SILENT, problem), False
+    if pod.entry and not pod.entry.get("ready") and pod.entry.get("reason"):  # agents say what to do themselves
+        return Refusal(str(pod.entry["reason"]), f"{pod.name}: {pod.entry.get('message', '')}", ""), True
     if pod.lost_node and not pod.ready:
-        message = f"{pod.name} serves, but cannot be told ready: {_of_node(pod.lost_node)}"
-        return Refusal(Reason.NODE_SILENT, message), False
+        problem = f"{pod.name} serves, but cannot be told ready: node {pod.lost_node} does not answer"
+        return Refusal(Reason.NODE_SILENT, problem), False
     return None
-
-
-def _of_node(node: str) -> str:
-    return (
-        f"node {node} does not answer: restart its kubelet, or delete the Node when the machine is gone"
-        f" (kubectl describe node {node} says since when)"
-    )
 
 
 def _unschedulable(pod: PodView) -> Refusal | None:
@@ -211,9 +208,13 @@ def _not_started(pod: PodView) -> Refusal | None:
         if cause in _WAITS:
             return Refusal(Reason.IMAGE_NOT_PULLED, f"{pod.name}: {waiting.get('message', cause)}")
         if cause in _FAILS:
-            last = ((container.get("lastState") or {}).get("terminated") or {}).get("message", "")
+            last: Mapping[str, Any] = (container.get("lastState") or {}).get("terminated") or {}
             said = waiting.get("message", cause)
-            return Refusal(Reason.POD_FAILED, f"{pod.name}: {said}{f' ({last.strip()})' if last else ''}")
+            if last.get("reason") == "OOMKilled":
+                problem = f"{pod.name}: its container ran out of memory and was killed: {said}"
+                return Refusal(Reason.OUT_OF_MEMORY, problem, _MORE_MEMORY)
+            words = str(last.get("message") or "").strip() or (f"exit code {last['exitCode']}" if last else "")
+            return Refusal(Reason.POD_FAILED, f"{pod.name}: {said}{f' ({words})' if words else ''}")
     return None
 
 

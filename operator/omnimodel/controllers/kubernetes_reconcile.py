@@ -33,7 +33,7 @@ from omnimodel.controllers.kubernetes_snapshot import (
 from omnimodel.controllers.kubernetes_troubles import LOOK_SECONDS, Troubles
 from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of, fault_of
 from omnimodel.controllers.status import Refusal, condition_list
-from omnimodel.errors import ManifestError, Reason
+from omnimodel.errors import ManifestError, Reason, advised
 from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kind, Kube, KubeError, Recorder
 
 log = logging.getLogger(__name__)
@@ -236,8 +236,8 @@ class Reconciler:
         """An object that the API server took and we cannot: the last good state stays."""
         item = self._cache.items[kind][key]
         generation = item["metadata"].get("generation", 0)
-        message = f"{error.field}: {error.problem}" if error.field else error.problem
-        text = f"{message}; {error.cure}" if error.cure else message
+        problem = f"{error.field}: {error.problem}" if error.field else error.problem
+        text = advised(error.reason, problem, error.cure or None)
         conditions = [("Ready", "False", str(error.reason), text), ("Reconciling", "False", "Idle", "")]
         conditions.append(("Stalled", "True", str(error.reason), text))
         before = item.get("status") or {}
@@ -379,7 +379,8 @@ class Reconciler:
 
 def _invalid(key: Key | None, error: ManifestError) -> Refusal:
     name = key[1] if key is not None else ""
-    return Refusal(Reason.INVALID_MANIFEST, f"pool {name} is not valid: {error.field}: {error.problem}; correct it")
+    problem = f"pool {name} is not valid: {error.field}: {error.problem}"
+    return Refusal(Reason.INVALID_MANIFEST, problem, error.cure or None)
 
 
 def _key_of(text: str) -> Key:

@@ -6,7 +6,7 @@ It can be run again at any time, after any crash, with the same result.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
@@ -143,9 +143,9 @@ def _waiting(
     if serving:
         return None
     if fault is not None:
-        return Refusal(fault.reason, f"pool {pool.metadata.name}: {fault.message}")
+        return replace(fault, problem=f"pool {pool.metadata.name}: {fault.problem}")
     if problem is not None:
-        return Refusal(problem[0].reason, f"pool {pool.metadata.name} does not serve: {problem[0].message}")
+        return replace(problem[0], problem=f"pool {pool.metadata.name} does not serve: {problem[0].problem}")
     return Refusal("Pending", f"it waits for a pod of pool {pool.metadata.name} to answer")
 
 

@@ -107,8 +107,8 @@ class Troubles:
                 self._known.pop((key[0], pod.name), None)
                 continue
             said = newest["message"].partition("error: ")[2] or newest["message"]
-            message = f"{pod.name} cannot be made: {said}{_cure(key[0], pool, said)}"
-            self._known[key[0], pod.name] = Refusal(Reason.POD_NOT_CREATED, message)
+            problem = f"{pod.name} cannot be made: {said}"
+            self._known[key[0], pod.name] = Refusal(Reason.POD_NOT_CREATED, problem, _cure(key[0], pool, said))
         if any((key[0], pod.name) in self._known for pod in pods):
             # Its controller waits longer after each failure, up to a quarter of an hour; a change of it is news.
             stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -133,21 +133,21 @@ def _moment(event: Mapping[str, Any]) -> tuple[str, int]:
     return str(when)[:19], int(event["metadata"].get("resourceVersion", "0"))
 
 
-def _cure(namespace: str, pool: OmniPool, said: str) -> str:
-    """What to do about a pod that the API server does not take; empty when the API server's own words say it."""
+def _cure(namespace: str, pool: OmniPool, said: str) -> str | None:
+    """What to do about a pod that the API server does not take; None when there is nothing better than the usual."""
     account = _ACCOUNT.search(said)
     if account is not None:
         return (
-            f"; add {namespace} to the chart's agent.namespaces, which makes it there, or name a service account of"
+            f"add {namespace} to the chart's agent.namespaces, which makes it there, or name a service account of"
             " that namespace in spec.pod.serviceAccountName"
         )
     if "violates PodSecurity" in said:
         beyond = pool.spec.isolation.level == "namespaces" or pool.spec.volumes or pool.spec.store
         level = "privileged" if beyond else "baseline"
         return (
-            f"; isolation level {pool.spec.isolation.level} needs a namespace whose label"
+            f"isolation level {pool.spec.isolation.level} needs a namespace whose label"
             f" pod-security.kubernetes.io/enforce is {level} at most: set it, or put the pool into such a namespace"
         )
     if "exceeded quota" in said:
-        return "; raise that ResourceQuota, or ask for less in spec.replicas and spec.pod.resources"
-    return ""
+        return "raise that ResourceQuota, or ask for less in spec.replicas and spec.pod.resources"
+    return None

@@ -93,8 +93,8 @@ class Writer:
             if not owned_by(live, owner_uid):
                 if _of_a_pool(live):
                     raise LaterError(f"{kind.name} {key[1]} belongs to a pool that is gone, and goes with it")
-                message = f"a {kind.name} named {key[1]} is there already and belongs to someone else; it is left alone"
-                raise FaultError(Refusal(Reason.NAME_OCCUPIED, message))
+                problem = f"a {kind.name} named {key[1]} is there already, belongs to someone else, and is left alone"
+                raise FaultError(Refusal(Reason.NAME_OCCUPIED, problem))
             wrong = tuple(differences(body, live))
             if not wrong or wrong == self._tolerated.get((kind, key)):
                 return False
@@ -167,8 +167,10 @@ class Writer:
         self._took(PROCESSES, answer)
         lost = [name for name, value in body["spec"].items() if value is not None and name not in answer["spec"]]
         if lost:
-            message = f"the CRD omniprocesses.omnimodel.io drops {', '.join(lost)}: it is older than the operator"
-            raise FaultError(Refusal(Reason.OUTDATED_DEFINITIONS, f"{message}; upgrade the CRDs"))
+            problem = (
+                f"the CRD omniprocesses.omnimodel.io drops {', '.join(lost)}: the CRDs are older than the operator"
+            )
+            raise FaultError(Refusal(Reason.OUTDATED_DEFINITIONS, problem))
         return True
 
     async def delete_process(self, key: Key) -> None:
@@ -255,12 +257,7 @@ def _of_a_pool(item: Mapping[str, Any]) -> bool:
 def fault_of(error: KubeError) -> FaultError | None:
     """What only a person can change; None for everything else."""
     if error.status == 403:
-        return FaultError(
-            Refusal(
-                Reason.NOT_ALLOWED,
-                f"{error.problem}; upgrade the chart, or list the namespace in its `namespaces` or `agent.namespaces`",
-            )
-        )
+        return FaultError(Refusal(Reason.NOT_ALLOWED, error.problem))
     if error.invalid:
         return FaultError(Refusal(Reason.INVALID_MANIFEST, error.problem))
     return None

@@ -18,7 +18,7 @@ from omnimodel.catalog import Catalog, watch
 from omnimodel.controllers.local_backend import RefusedModel
 from omnimodel.controllers.local_snapshot import Desired, Snapshot, decide, other_pool
 from omnimodel.controllers.local_state import IdentityFile
-from omnimodel.controllers.status import Refusal, model_status, pool_status, process_status
+from omnimodel.controllers.status import model_status, pool_status, process_status
 from omnimodel.errors import ManifestError, OmniError, Reason
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport
@@ -286,9 +286,7 @@ class LocalController:
         name = pool.metadata.name
         served = name == desired.pool.metadata.name
         assigned = [model for model in desired.models if model.spec.pool == name and model.key not in desired.refused]
-        refusal = None
-        if not served:
-            refusal = Refusal(Reason.POOL_NOT_FOUND, other_pool(name, desired.pool))
+        refusal = None if served else other_pool(name, desired.pool)
         status = pool_status(
             generation=pool.metadata.generation,
             report=report.pool if served else None,

@@ -38,10 +38,8 @@ class RefusedModel:
             status: of HTTP.
         """
         refusal = self.refusal
-        suspended = refusal.reason == Reason.SUSPENDED
-        cure = "remove `suspend: true` from its manifest" if suspended else ""
         reason = Reason(refusal.reason) if refusal.reason in set(Reason) else Reason.INTERNAL
-        return DispatchError(self.model.subject, refusal.message, cure, reason=reason, status=status)
+        return DispatchError(self.model.subject, refusal.problem, refusal.advice, reason=reason, status=status)
 
 
 class LocalBackend:

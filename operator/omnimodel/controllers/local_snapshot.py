@@ -81,7 +81,7 @@ def decide(snapshot: Snapshot) -> Desired:
         demand_of(model, snapshot.footprints.get(f"{model.key}@{model.metadata.generation}", 0)) for model in models
     ]
     placed = plan(demands, [_supply(pool, snapshot.budgets)])
-    refused = {finding.model: Refusal(finding.reason, finding.message) for finding in placed.refused}
+    refused = {finding.model: Refusal(finding.reason, finding.problem, finding.cure) for finding in placed.refused}
     notes: dict[str, list[tuple[str, str]]] = {}
     for finding in placed.warnings:
         notes.setdefault(finding.model, []).append((str(finding.reason), finding.message))
@@ -92,7 +92,7 @@ def decide(snapshot: Snapshot) -> Desired:
             notes.setdefault(model.key, []).append((str(Reason.TOO_FEW_PODS), sentence))
         named = catalog.pool_of(model)
         if named is not None and named.key != pool.key:
-            refused[model.key] = Refusal(Reason.POOL_NOT_FOUND, other_pool(named.metadata.name, pool))
+            refused[model.key] = other_pool(named.metadata.name, pool)
 
     processes = []
     for model in models:
@@ -140,6 +140,7 @@ def _supply(pool: OmniPool, budgets: Mapping[str, int]) -> PoolSupply:
     )
 
 
-def other_pool(name: str, served: OmniPool) -> str:
-    """The sentence about a pool that another system has to serve."""
-    return f"pool {name} is not served here but {served.metadata.name} is; start another system with --pool {name}"
+def other_pool(name: str, served: OmniPool) -> Refusal:
+    """What to say of a pool that another system has to serve."""
+    problem = f"pool {name} is not served here but {served.metadata.name} is"
+    return Refusal(Reason.POOL_NOT_FOUND, problem, f"start another system with --pool {name}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from omnimodel.errors import Reason
+from omnimodel.errors import CURES, Reason, advised
 from omnimodel.protocol.report import ModelReport, PoolReport
 
 _WORK = {
@@ -30,11 +30,29 @@ _FINAL = frozenset(Reason) - {Reason.SIZE_UNKNOWN, Reason.DRAINING, Reason.QUEUE
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a model is not given to the agent at all; with `serves_on`, only its newest version is not."""
+    """Why a model is not given to the agent at all, or a pod or pool does not serve.
+
+    Args:
+        reason: of the condition.
+        problem: what is wrong.
+        cure: what to do about it; the usual one of the reason when it is None.
+        serves_on: of a model only its newest version is refused.
+    """
 
     reason: str
-    message: str
+    problem: str
+    cure: str | None = None
     serves_on: bool = False
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return CURES.get(self.reason, "") if self.cure is None else self.cure
+
+    @property
+    def message(self) -> str:
+        """Of the condition: what is wrong and what to do about it."""
+        return advised(self.reason, self.problem, self.cure)
 
 
 def timestamp(unix_seconds: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from omnimodel.errors import Reason
+from omnimodel.errors import Reason, advised
 from omnimodel.placement.state import bytes_text
 
 EXCLUSIVE_SHOWN = 100  # sets of models that exclude each other; a catalogue of hundreds has too many to read
@@ -60,11 +60,24 @@ class PoolSupply:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to tell about a model: the reason of a condition, and its sentence."""
+    """Something to tell about a model: the reason of a condition, and its sentence.
+
+    Args:
+        model: its key.
+        reason: of the condition.
+        problem: what is wrong.
+        cure: what to do about it; the usual one of the reason when it is None.
+    """
 
     model: str
     reason: Reason
-    message: str
+    problem: str
+    cure: str | None = None
+
+    @property
+    def message(self) -> str:
+        """What is wrong and what to do about it."""
+        return advised(self.reason, self.problem, self.cure)
 
 
 @dataclass(frozen=True)
@@ -186,16 +199,14 @@ def grant_names(models: Iterable[ModelDemand]) -> tuple[dict[str, tuple[str, ...
             if owner.setdefault(name, model.key) == model.key:
                 mine.append(name)
             else:
-                message = (
-                    f'served name "{name}" belongs to OmniModel {owner[name]}, which is older; choose another name'
-                )
-                taken.append(Finding(model.key, Reason.NAME_TAKEN, message))
+                problem = f'served name "{name}" belongs to OmniModel {owner[name]}, which is older'
+                taken.append(Finding(model.key, Reason.NAME_TAKEN, problem))
         granted[model.key] = tuple(mine)
     return granted, taken
 
 
 def _no_pods(model: ModelDemand, pool: PoolSupply) -> Finding:
-    return Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods; raise its replicas")
+    return Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods")
 
 
 def refusal_of(model: ModelDemand, pool: PoolSupply, load: Sequence[ModelDemand]) -> Finding | None:

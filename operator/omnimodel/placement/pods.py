@@ -151,12 +151,10 @@ def place(
         finding = _complete(board, demand)
         have = board.chosen.get(model.key, [])
         if not have:
-            refused.append(
-                finding or Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods; raise its replicas")
-            )
+            refused.append(finding or Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods"))
             continue
         if len(have) < max(1, demand.replicas):
-            cause = finding.message if finding else f"pool {pool.name} has no other pod"
+            cause = finding.problem if finding else f"pool {pool.name} has no other pod"
             message = f"asks for {demand.replicas} pods and has {len(have)}: {cause}"
             warnings.append(Finding(model.key, Reason.TOO_FEW_PODS, message))
         if not model.footprint_bytes:
