@@ -1,17 +1,22 @@
 """Foreign engines: a real HTTP server of somebody else's, started, spliced and stopped."""
 
 import asyncio
+import json
 import os
+import socket
 import sys
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 
-from omnimodel.errors import OmniError
+from omnimodel.errors import ImageError, OmniError
 from omnimodel.protocol.process import Evict, Start, Wake
-from omnimodel.runtime.engines import Setting
-from omnimodel.runtime.engines.llamacpp import command_line
+from omnimodel.runtime.engines import Setting, create
+from omnimodel.runtime.engines.foreign import ForeignEngine
+from omnimodel.runtime.engines.llamacpp import FIELDS, command_line, follows
 from runtime.children import CommandFailed, exists, spec, until
+from runtime.test_llama_gguf import write
 
 SERVER = """
 import http.server, os, signal, socketserver, sys, time
@@ -34,7 +39,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             except OSError:
                 print("client left", flush=True)
             return
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.send_response(200); self.send_header("Content-Length", str(len(body)))
+        if self.close_connection: self.send_header("Connection", "close")
+        self.end_headers()
         self.wfile.write(body)
 
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -183,3 +190,117 @@ def test_a_llamacpp_source_without_or_with_two_files_is_refused(tmp_path):
     (tmp_path / "b.gguf").touch()
     with pytest.raises(OmniError, match="2 GGUF files"):
         command_line(setting(tmp_path), 1)
+
+
+@pytest.mark.parametrize("kept", [0, 23, 5000], ids=["empty", "within its head", "within its tensors"])
+def test_a_gguf_file_that_is_cut_off_is_named_before_the_server_starts(tmp_path, kept):
+    whole = write(tmp_path / "model.gguf").read_bytes()
+    create(setting(tmp_path), lambda _: None)
+    (tmp_path / "model.gguf").write_bytes(whole[:kept])
+    with pytest.raises(ImageError, match=r"model\.gguf: is no valid GGUF file") as caught:
+        create(setting(tmp_path), lambda _: None)
+    assert caught.value.reason == "BadArtifact"
+
+
+# What the server of llama-cpp-python would pass over
+
+
+@asynccontextmanager
+async def relaying(script, tmp_path, options):
+    """A session with the relay of engine llamacpp, behind which a server says everything back."""
+    ended = []
+    found = setting(tmp_path, options=options)
+    engine = ForeignEngine(
+        found, lambda port: [sys.executable, str(script), str(port)], "/health", ended.append, follows(found)
+    )
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "model.sock"))
+    server = await engine.listen(listener)
+    connector = aiohttp.UnixConnector(str(tmp_path / "model.sock"))
+    async with aiohttp.ClientSession("http://model", connector=connector) as session:
+        try:
+            await asyncio.to_thread(engine.wake, [])
+            yield session
+        finally:
+            await asyncio.to_thread(engine.stop)
+            server.close()
+    assert ended == []
+
+
+ASKED = {"model": "llm", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "format_"),
+    [
+        ("/v1/chat/completions", {}, "chatml"),
+        ("/v1/chat/completions", {"user": "me", "seed": 1, "top_k": 3, "grammar": "root ::= [a-z]+"}, "chatml"),
+        ("/v1/chat/completions", {"n": 1, "tools": [], "tool_choice": "none", "stream_options": None}, "chatml"),
+        ("/v1/chat/completions", {"tools": [{}], "tool_choice": "auto"}, "chatml-function-calling"),
+        ("/v1/embeddings", {"input": "Hi", "encoding_format": "float"}, None),
+        ("/extras/tokenize", {"anything": 1}, None),
+    ],
+    ids=[
+        "plain",
+        "its own fields",
+        "nothing asked for",
+        "tools where they are followed",
+        "vectors",
+        "another endpoint",
+    ],
+)
+async def test_what_the_llamacpp_server_follows_passes_unchanged(script, tmp_path, path, more, format_):
+    body = json.dumps({**({} if "embeddings" in path else ASKED), **more}).encode()
+    async with relaying(script, tmp_path, {"chatFormat": format_} if format_ else {}) as session:
+        for _ in range(2):
+            async with session.post(path, data=body) as answer:
+                assert (answer.status, await answer.read()) == (200, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/chat/completions", "max_completion_tokens", 8),
+        ("/v1/chat/completions", "stream_options", {"include_usage": True}),
+        ("/v1/chat/completions", "n", 2),
+        ("/v1/chat/completions", "tools", [{"type": "function"}]),
+        ("/v1/chat/completions", "temprature", 0),
+        ("/v1/completions", "best_of", 2),
+        ("/v1/completions", "messages", []),
+        ("/v1/embeddings", "dimensions", 8),
+        ("/v1/embeddings", "encoding_format", "base64"),
+    ],
+)
+async def test_what_the_llamacpp_server_would_pass_over_is_refused_by_its_name(script, tmp_path, path, name, value):
+    asked = {field: ASKED[field] for field in ASKED if field in FIELDS[path]}
+    async with relaying(script, tmp_path, {}) as session:
+        for _ in range(2):  # also on a connection that would be kept
+            async with session.post(path, json={**asked, name: value}) as answer:
+                error = (await answer.json())["error"]
+            assert (answer.status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+            async with session.post(path, json=asked) as answer:
+                assert answer.status == 200
+
+
+async def test_a_body_of_unknown_length_or_no_json_is_refused_before_the_llamacpp_server(script, tmp_path):
+    async def chunks():
+        yield b"{}"
+
+    async with relaying(script, tmp_path, {}) as session:
+        async with session.post("/v1/completions", data=chunks()) as answer:
+            assert answer.status == 411
+        async with session.post("/v1/completions", data=b"[1]") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_every_request_of_a_kept_connection_is_looked_at(script, tmp_path):
+    """A client that sends two at once gets one answer: the second would pass unseen."""
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    second = first.replace(b": 2\r", b": 7\r").replace(b"{}", b'{"n":2}')
+    async with relaying(script, tmp_path, {}):
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "model.sock"))
+        writer.write(first + second)
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"{}")

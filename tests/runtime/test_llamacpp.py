@@ -10,6 +10,7 @@ from agent.world import MIB, World, pool
 from example_models import manifests
 from omnimodel.protocol import probe as probes
 from omnimodel.protocol.dispatch import InferenceRequest
+from omnimodel.runtime.engines.llamacpp import CALLS, FIELDS
 
 BUILD = "OMNI_TEST_BUILD"
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.root]
@@ -41,6 +42,9 @@ async def test_llamacpp_answers_streams_leaves_and_comes_back(manifest, tmp_path
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
         assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
 
+        assert "max_completion_tokens" in await ask(world, name, status=400, max_completion_tokens=8)
+        check_fields(json.loads(await sent(world, name, "GET", "/openapi.json")))
+
         engine = world.instance(name).process
         assert engine.private_bytes() < 64 * MIB  # of the process beside the engine
         await world.agent.evict("default", name, 30)
@@ -54,15 +58,28 @@ async def test_llamacpp_answers_streams_leaves_and_comes_back(manifest, tmp_path
         await world.agent.stop(5.0)
 
 
-async def ask(world, name, **more):
-    """What the example's probe asks; the whole body of the answer."""
+def check_fields(schema):
+    """The fields that we let pass are those that the server has, but for the ones that it has and passes over."""
+    for path, fields in FIELDS.items():
+        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        known = set(schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"])
+        assert fields <= known, path
+        assert known - fields <= {"n", "best_of", *CALLS}, path
+
+
+async def sent(world, name, method, path, headers=None, body=b"", status=200):
+    """The whole body of the answer to a request."""
+    async with world.agent.open(InferenceRequest(name, method, path, headers or {}, body, None)) as response:
+        answer = b"".join([chunk async for chunk in response.body]).decode()
+        assert response.status == status, answer
+        return answer
+
+
+async def ask(world, name, status=200, **more):
+    """What the example's probe asks."""
     request = probes.request(world.manifests[name]["spec"]["probe"])
     body = json.dumps({**json.loads(request.body), **more}).encode()
-    async with world.agent.open(
-        InferenceRequest(name, request.method, request.path, dict(request.headers), body, None)
-    ) as response:
-        assert response.status == 200
-        return b"".join([chunk async for chunk in response.body]).decode()
+    return await sent(world, name, request.method, request.path, dict(request.headers), body, status)
 
 
 async def answer(world, name):

@@ -84,6 +84,14 @@ What `spec.runtime.options` can say; anything else is refused with the nearest n
 handler reads them as `self.options`. Engine `command` takes those that a template of its command line names.
 
 @OPTIONS@
+## Fields of requests
+
+What a model would pass over in a request is refused with 400 and the field's name. So the own engines do, and so does
+engine `llamacpp` for its server, which would not say: `max_tokens` it follows, `max_completion_tokens` and
+`stream_options` it does not; `tools` only with a `chatFormat` made for them, such as `chatml-function-calling`; of
+embeddings it knows `encoding_format: float` alone. The server of engine `command` answers for itself: let it refuse
+what it does not know, as that of [magika](../examples/catalog/magika.yaml) does.
+
 ## What must fit together
 
 | kind | rule | what to write instead |

@@ -1,7 +1,8 @@
 """Foreign engines: HTTP servers of others, run inside the model's sandbox, whose weights are their own memory.
 
 A wake starts the server and waits until it is healthy, an evict stops it. In between, every connection to the
-model's UNIX socket is one to the server, byte for byte.
+model's UNIX socket is one to the server, byte for byte. Only of an engine whose server passes over what it does not
+know is each request looked at first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from omnimodel.errors import OmniError, ProcessError, Reason
 from omnimodel.runtime.application import BACKLOG
@@ -38,6 +41,10 @@ _TERMINATE_AT_MOST_SECONDS = 20.0
 _POLL_SECONDS = (0.02, 0.25)
 _CHUNK_BYTES = 256 << 10
 _LINGER_SECONDS = 2.0
+_HEAD_END = b"\r\n\r\n"
+_CLOSE = b"Connection: close"
+
+Check = Callable[[str, bytes], None]
 
 
 class ForeignEngine:
@@ -48,6 +55,8 @@ class ForeignEngine:
         argv: the command line, made for an address to listen on.
         health_path: what answers 2xx when the server is ready; empty when accepting a connection is enough.
         ended: called with the exit status when the server ends without being told to.
+        check: called with path and body of a request, raises RequestError for what the server would pass over; None
+            for a server that answers for itself.
     """
 
     def __init__(
@@ -56,11 +65,13 @@ class ForeignEngine:
         argv: Callable[[int], Sequence[str]],
         health_path: str,
         ended: Callable[[int], None],
+        check: Check | None = None,
     ) -> None:
         self._setting = setting
         self._argv = argv
         self._health_path = health_path
         self._ended = ended
+        self._check = check
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
         self._stopping = False
@@ -222,20 +233,56 @@ class ForeignEngine:
         self.connections += 1
         try:
             try:
-                if not self._accepting:
-                    raise ConnectionRefusedError
-                engine = await (
-                    asyncio.open_unix_connection(socket_path())
-                    if self._unix
-                    else asyncio.open_connection("127.0.0.1", self._port)
-                )
-            except OSError:
-                await _refuse(reader, writer, self._setting.subject)
-                return
-            await _splice(reader, writer, *engine)
+                await _splice(reader, writer, *await self._engine(reader))
+            except RequestError as error:
+                await _refuse(reader, writer, error)
+        except asyncio.IncompleteReadError:
+            pass  # the client left before it had asked
         finally:
             self.connections -= 1
             writer.close()
+
+    async def _engine(self, reader: asyncio.StreamReader) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the server, which has what had to be read to look at it.
+
+        Raises:
+            RequestError: the server does not run, or it would pass over something.
+        """
+        try:
+            if not self._accepting:
+                raise ConnectionRefusedError
+            request = b"" if self._check is None else await _looked_at(reader, self._check)
+            engine = await (
+                asyncio.open_unix_connection(socket_path())
+                if self._unix
+                else asyncio.open_connection("127.0.0.1", self._port)
+            )
+        except OSError as error:
+            raise RequestError(f"{self._setting.subject} is not resident", code=NOT_RESIDENT, status=503) from error
+        engine[1].write(request)
+        return engine
+
+
+async def _looked_at(reader: asyncio.StreamReader, check: Check) -> bytes:
+    """The first request of a connection, made its last one: the next would pass unseen.
+
+    Raises:
+        RequestError: `check` refuses it, or nobody could look at it.
+        IncompleteReadError: the client left.
+    """
+    try:
+        head = await reader.readuntil(_HEAD_END)
+    except asyncio.LimitOverrunError as error:
+        raise RequestError("The head of the request is too long", status=431) from error
+    asked, *fields = head.removesuffix(_HEAD_END).split(b"\r\n")
+    values = {name.strip().lower(): value.strip() for name, _, value in (field.partition(b":") for field in fields)}
+    if b"transfer-encoding" in values:
+        raise RequestError("The body has no Content-Length", status=411)
+    body = await reader.readexactly(int(values.get(b"content-length", 0)))
+    if body:
+        check(unquote(urlsplit(asked.split(b" ")[1].decode("latin-1")).path), body)
+    kept = [field for field in fields if not field.lower().startswith(b"connection:")]
+    return b"\r\n".join((asked, *kept, _CLOSE)) + _HEAD_END + body
 
 
 async def _splice(
@@ -265,23 +312,18 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             await writer.drain()
 
 
-async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, subject: str) -> None:
-    """Answer that the engine does not run, and take what the client is still sending, so that it reads the answer."""
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: RequestError) -> None:
+    """Answer with an error, and take what the client is still sending, so that it reads the answer."""
+    body = json.dumps(error.body()).encode()
+    status = f"{error.status} {HTTPStatus(error.status).phrase}".encode()
+    fields = (b"Content-Type: application/json", b"Content-Length: %d" % len(body), _CLOSE)
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(_LINGER_SECONDS):
-            writer.write(refusal(subject))
+            writer.write(b"\r\n".join((b"HTTP/1.1 " + status, *fields)) + _HEAD_END + body)
             await writer.drain()
             writer.write_eof()
             while await reader.read(_CHUNK_BYTES):
                 pass
-
-
-def refusal(subject: str) -> bytes:
-    """The HTTP answer of a model whose engine does not run."""
-    error = RequestError(f"{subject} is not resident", code=NOT_RESIDENT, status=503)
-    body = json.dumps(error.body()).encode()
-    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def socket_path() -> str:

@@ -1,14 +1,22 @@
-"""Engine `llamacpp`: the OpenAI server of llama-cpp-python over a GGUF file."""
+"""Engine `llamacpp`: the OpenAI server of llama-cpp-python over a GGUF file.
+
+That server passes over fields that it does not know, and over some that it does. So the fields that it follows stand
+here, and a request with another one is refused.
+
+Source: llama_cpp/server/types.py and app.py of llama-cpp-python 0.3.36.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omnimodel.errors import SourceError
-from omnimodel.runtime.engines.foreign import ForeignEngine, source_path
+from omnimodel.memory.readers import gguf
+from omnimodel.runtime.engines.foreign import Check, ForeignEngine, source_path
+from omnimodel.runtime.requests import read_object, refuse_others
 
 if TYPE_CHECKING:
     from omnimodel.runtime.engines import Setting
@@ -16,10 +24,47 @@ if TYPE_CHECKING:
 CONTEXT_TOKENS = 2048
 HEALTH_PATH = "/v1/models"
 
+_SAMPLING = frozenset(
+    {
+        "model", "user", "stream", "max_tokens", "min_tokens", "stop", "seed", "logprobs", "temperature", "top_p",
+        "min_p", "top_k", "presence_penalty", "frequency_penalty", "repeat_penalty", "logit_bias", "logit_bias_type",
+        "mirostat_mode", "mirostat_tau", "mirostat_eta", "grammar",
+    }
+)  # fmt: skip
+FIELDS: Mapping[str, frozenset[str]] = {
+    "/v1/chat/completions": _SAMPLING | {"messages", "response_format", "top_logprobs"},
+    "/v1/completions": _SAMPLING | {"prompt", "suffix", "echo"},
+    "/v1/embeddings": frozenset({"model", "user", "input"}),
+}
+CALLS = frozenset({"tools", "tool_choice", "functions", "function_call"})
+_CALLING = frozenset({"chatml-function-calling", "functionary", "functionary-v1", "functionary-v2"})  # chat formats
+# Fields that it passes over, with the one value that asks for nothing.
+_NEUTRAL: Mapping[str, Any] = {"n": 1, "best_of": 1, "encoding_format": "float", "tools": [], "tool_choice": "none"}
+
 
 def create(setting: Setting, ended: Callable[[int], None]) -> ForeignEngine:
-    """The engine; `options.contextTokens` and `options.chatFormat` are followed, `args` are passed on."""
-    return ForeignEngine(setting, lambda port: command_line(setting, port), HEALTH_PATH, ended)
+    """The engine; `options.contextTokens` and `options.chatFormat` are followed, `args` are passed on.
+
+    Raises:
+        SourceError: the source has no GGUF file, or several.
+        ImageError: the file is damaged: llama.cpp would say no more than that it ended.
+    """
+    gguf.read(model_file(setting))
+    return ForeignEngine(setting, lambda port: command_line(setting, port), HEALTH_PATH, ended, follows(setting))
+
+
+def follows(setting: Setting) -> Check:
+    """What looks at the fields of requests."""
+    words = {str((setting.spec.get("options") or {}).get("chatFormat")), *(setting.spec.get("args") or ())}
+    calls = CALLS if words & _CALLING else frozenset()
+
+    def check(path: str, content: bytes) -> None:
+        if path in FIELDS:
+            said = read_object(content)
+            asked = {name: said[name] for name in said if said[name] not in (None, _NEUTRAL.get(name))}
+            refuse_others(asked, FIELDS[path] | calls)
+
+    return check
 
 
 def command_line(setting: Setting, port: int) -> list[str]:
@@ -29,7 +74,15 @@ def command_line(setting: Setting, port: int) -> list[str]:
         SourceError: the source has no GGUF file, or several.
     """
     options = setting.spec.get("options") or {}
-    argv = [sys.executable, "-m", "llama_cpp.server", "--model", str(_model(setting)), "--model_alias", setting.name]
+    argv = [
+        sys.executable,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        str(model_file(setting)),
+        "--model_alias",
+        setting.name,
+    ]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--verbose", "false"]
     argv += ["--n_ctx", str(options.get("contextTokens") or CONTEXT_TOKENS)]
     if setting.threads > 0:
@@ -41,7 +94,12 @@ def command_line(setting: Setting, port: int) -> list[str]:
     return [*argv, *(setting.spec.get("args") or ())]
 
 
-def _model(setting: Setting) -> Path:
+def model_file(setting: Setting) -> Path:
+    """The GGUF file.
+
+    Raises:
+        SourceError: the source has none, or several.
+    """
     path = Path(source_path(setting))
     if path.is_file():
         return path
