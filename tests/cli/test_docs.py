@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from omnimodel.cli import COMMANDS, omni
+from omnimodel.cli import COMMANDS, EPILOG, omni
 from omnimodel.cli.exits import ExitCode
 from omnimodel.errors import Reason
+from omnimodel.gateway import relay
+from omnimodel.protocol import dispatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +43,47 @@ def test_every_command_is_documented(name: str) -> None:
 @pytest.mark.parametrize("code", list(ExitCode))
 def test_every_exit_code_is_documented(code: ExitCode) -> None:
     assert re.search(rf"^\| {int(code)} \|", (ROOT / "docs/cli.md").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_the_help_tells_every_exit_code(code: ExitCode) -> None:
+    assert re.search(rf"\b{int(code)} \w", EPILOG)
+
+
+IN_PODS = {"operator", "agent", "gateway"}  # started by the chart
+
+
+def options(command: click.Command, *names: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The name of each command below one, and the ways to write each of its options."""
+    context = click.Context(command)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            yield " ".join(names), tuple(parameter.opts)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from options(found, *names, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "ways"),
+    [(command, ways) for command, ways in options(omni) if command not in IN_PODS],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
+)
+def test_every_option_is_documented_where_its_command_is(command: str, ways: tuple[str, ...]) -> None:
+    """In its section, or above all of them when many commands have it."""
+    head, *parts = re.split(r"^## .+$", (ROOT / "docs/cli.md").read_text("utf-8"), flags=re.MULTILINE)
+    text = head + "".join(part for part in parts if f"`omni {command.partition(' ')[0]}" in part)
+    assert any(re.search(rf"(?<![\w-]){way}(?![\w-])", text) for way in ways)
+
+
+HEADERS = [value for room in (dispatch, relay) for name, value in vars(room).items() if name.endswith("_HEADER")]
+
+
+@pytest.mark.parametrize("header", sorted(set(HEADERS)))
+def test_every_header_is_documented(header: str) -> None:
+    assert f"`{header}`" in sections("docs/cli.md")["Requests"]
 
 
 def test_no_registry_is_named() -> None:

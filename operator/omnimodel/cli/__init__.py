@@ -39,7 +39,7 @@ COMMANDS = {
 
 EPILOG = (
     "Exit codes: 0 done; 1 it failed; 2 wrong usage or a bad manifest; 3 not found; 4 timed out; "
-    "5 no system answers at the address."
+    "5 no system answers at the address; 130 stopped by Ctrl-C."
 )
 
 
