@@ -1,25 +1,8 @@
-"""What is remembered of failures, and what is believed of what a stranger's code has described."""
+"""What is believed of what a stranger's code has described."""
 
 import pytest
 
-from omnimodel.agent.failures import BACKOFF_SECONDS, HEALTHY_SECONDS, Failures
 from omnimodel.agent.reporting import MOST_TENSORS, _tensors_of
-from omnimodel.errors import OmniError
-
-
-def test_who_has_worked_is_tried_again_at_once_and_who_fails_on_ever_more_rarely():
-    error = OmniError("OmniModel default/m1", "it fell")
-    failures, now = Failures(), 1000.0
-    assert failures.note(error, now, verified=True) == 0.0
-    for wait_seconds in (*BACKOFF_SECONDS, BACKOFF_SECONDS[-1]):
-        now += 1.0
-        assert failures.note(error, now, verified=True) == wait_seconds
-        assert failures.waiting(now)
-        assert not failures.waiting(now + wait_seconds)
-    now += HEALTHY_SECONDS + 1.0
-    assert failures.note(error, now, verified=True) == 0.0
-    failures.recovered()
-    assert failures.last is None
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Failures:
             verified: whether the model has worked: the first death of one that has is taken for an accident, and it
                 is started again at once.
         """
-        if now - self._noted_seconds > HEALTHY_SECONDS:
+        if self.last is None and now - self._noted_seconds > HEALTHY_SECONDS:
             self._count = 0
         self._noted_seconds = now
         self._count += 1
@@ -40,8 +40,13 @@ class Failures:
         self.retry_at_seconds = now + wait_seconds
         return wait_seconds
 
+    @property
+    def repeated(self) -> bool:
+        """Whether it has failed again, and not answered since: that a wait is over makes it no better."""
+        return self.last is not None and self._count > 1
+
     def recovered(self) -> None:
-        """Forget the last one: the model has answered rightly."""
+        """Forget the last one: the model has answered. How many there were counts until it was healthy for a while."""
         self.last = None
         self.retry_at_seconds = 0.0
 

@@ -77,11 +77,13 @@ class Ingress:
                 waiter.line.failed += isinstance(error, DispatchError)
                 waiter.leave()
                 raise
-        line = waiter.line
+        line, process = waiter.line, instance.process
         try:
             async with self._received(instance, response, hold, deadline, allowed) as answer:
                 yield answer
             line.served += 1
+            if response.ok and instance.process is process:
+                instance.failures.recovered()
         except DispatchError:
             line.failed += 1
             raise

@@ -339,9 +339,10 @@ class Model:
     def card(self) -> ModelCard:
         """The model for a gateway. Asked for with every request, so that it is made anew only when it changes."""
         instance = self.serving
-        seen = (instance, instance.spec, instance.prepared, instance.tier, *self._readiness())
+        readiness = self._readiness(instance.failures.waiting(time.monotonic()))
+        seen = (instance, instance.spec, instance.prepared, instance.tier, *readiness)
         if self._card is None or seen != self._card_of:
-            self._card, self._card_of = self._make_card(*self._readiness()), seen
+            self._card, self._card_of = self._make_card(*readiness), seen
         return self._card
 
     def _make_card(self, ready: bool, reason: str, message: str) -> ModelCard:
@@ -356,20 +357,25 @@ class Model:
             created_seconds=self.created_seconds,
         )
 
-    def _readiness(self) -> tuple[bool, str, str]:
-        """Whether the revision that serves is ready; reason and sentence when it, or the one to follow, is not."""
+    def _readiness(self, failing: bool) -> tuple[bool, str, str]:
+        """Whether the revision that serves is ready; reason and sentence when it, or the one to follow, is not.
+
+        Args:
+            failing: whether one that has worked before counts as not ready. For a gateway it does while its requests
+                are refused, for it has to be asked to recover; for people until it has answered again.
+        """
         instance = self.serving
         if instance.blocked:
             return False, str(Reason.TOO_LARGE), advised(Reason.TOO_LARGE, instance.blocked)
-        failures = instance.failures
-        failing = failures.last if not instance.verified or failures.retry_at_seconds > time.monotonic() else None
-        problem = self.problem or failing
-        ready = instance.verified and failing is None
+        failure = instance.failures.last if failing or not instance.verified else None
+        problem = self.problem or failure
+        ready = instance.verified and failure is None
         return ready, str(problem.reason) if problem else "", problem.advice if problem else ""
 
     def report(self) -> ModelReport:
         """The model now."""
-        ready, reason, message = self._readiness()
+        failures = self.serving.failures
+        ready, reason, message = self._readiness(failures.repeated or failures.waiting(time.monotonic()))
         report = instance_report(self.serving, self._broker.memory.ledger)
         return replace(
             report,
