@@ -106,10 +106,14 @@ class Probed:
         return found
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over all its labels but those given."""
+        """The sum of a metric, which has to be there, over all its labels but those given; 0 where none are these."""
         _, text = await self.ask("/metrics")
+        families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+        known = {f"{family}{part}" for family in families for part in ("", "_sum", "_count", "_bucket")}
+        assert name in known, f"there is no metric {name}"
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = [line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] == name]
+        assert all(f'{key}="' in line for key in labels for line in lines), f"{name} has no such labels: {labels}"
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in wanted))
 
 
