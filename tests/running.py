@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.error
@@ -45,23 +50,27 @@ class Up:
         self.state_dir = state_dir
         self.environment = {**environment(state_dir), **(variables or {})}
         self._start_seconds = start_seconds
-        command = [sys.executable, "-m", "omnimodel.cli", "up", str(folder), "--listen", "127.0.0.1:0", "-o", "json"]
-        self.process = subprocess.Popen(
-            [*command, *options],
+        self.lines: list[str] = []
+        self.messages: list[str] = []
+        self._readers: list[threading.Thread] = []
+        self.process = self._start("up", str(folder), "--listen", "127.0.0.1:0", *options)
+
+    def _start(self, *arguments: str) -> subprocess.Popen[Any]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "omnimodel.cli", *arguments, "-o", "json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=self.environment,
             start_new_session=True,
         )
-        self.lines: list[str] = []
-        self.messages: list[str] = []
         self._readers = [
             threading.Thread(target=self._read, args=(stream, lines), daemon=True)
-            for stream, lines in ((self.process.stdout, self.lines), (self.process.stderr, self.messages))
+            for stream, lines in ((process.stdout, self.lines), (process.stderr, self.messages))
         ]
         for reader in self._readers:
             reader.start()
+        return process
 
     @staticmethod
     def _read(stream: Any, lines: list[str]) -> None:
@@ -130,6 +139,64 @@ class Up:
             process.kill()
         self.process.wait(DEADLINE_SECONDS)
         return processes
+
+
+class Terminal:
+    """A command on a terminal of its own, and all that it wrote there."""
+
+    COLUMNS, ROWS = 120, 40
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str]) -> None:
+        self._ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", self.ROWS, self.COLUMNS, 0, 0))
+        kept = {name: value for name, value in environment.items() if name not in {"COLUMNS", "LINES", "NO_COLOR"}}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "omnimodel.cli", *arguments],
+            stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, "TERM": "xterm"}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.written = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while chunk := os.read(self._ours, 65536):
+                self.written += chunk
+        except OSError:  # how the end of a terminal is told
+            pass
+        os.close(self._ours)
+
+    @property
+    def text(self) -> str:
+        """What was written, every picture of it, without colours and moves of the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", self.written.decode(errors="replace"))
+
+    def interrupt(self) -> int:
+        """Ctrl-C; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end, and for all it wrote; the exit code."""
+        code = self.process.wait(DEADLINE_SECONDS)
+        self._reader.join(DEADLINE_SECONDS)
+        return code
+
+
+class UpOnTerminal(Up):
+    """A running `omni up` that a person looks at."""
+
+    def _start(self, *arguments: str) -> subprocess.Popen[Any]:
+        self.terminal = Terminal(*arguments, environment=self.environment)
+        return self.terminal.process
+
+    def ready(self) -> dict[str, Any]:
+        """Its address, once it is told."""
+        ended = "\nReady at "
+        until(lambda: ended in self.terminal.text or self.process.poll() is not None, ended, self._start_seconds)
+        assert ended in self.terminal.text, self.terminal.text
+        return {"address": (self.state_dir / "address").read_text().strip()}
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from omnimodel.controllers.local_state import OBJECTS_FILE, IdentityFile, StateL
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.gateway.app import create_app
 from omnimodel.protocol.dispatch import Estimate, Hold, InferenceRequest, InferenceResponse, ModelCard
+from omnimodel.protocol.report import ProcessReport
 
 PROBE = """\
 probe:
@@ -32,6 +34,8 @@ probe:
   json: {input: cat}
   expect:
     - {at: /data/0/index, equals: INDEX}"""
+
+PROCESS = ProcessReport("words-1", 4711, "ready", time.time(), 30 << 20, 2, "process", ("namespaces",), "/omni/words-1")
 
 
 class AnsweringAgent(StandInAgent):
@@ -128,6 +132,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             lock.publish_address(running.address)
             task = asyncio.create_task(controller.run())
             await until(lambda: len(agent.names) == 3, "the models")
+            agent.say("default/words", process=PROCESS)
             ready.set()
             await stop.wait()
             task.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import yaml
 
 from cli.conftest import Running, environment
+from omnimodel.cli.target import default_state_dir
+from running import Terminal, until
 
 EXIT_CODES = {
     "done": (("get", "models"), 0),
@@ -63,20 +67,52 @@ def test_json_is_alone_on_stdout_and_has_whole_objects(system: Running, kind: st
         assert {"metadata", "spec", "status"} <= set(item)
 
 
-def test_yaml_is_the_same_objects(system: Running) -> None:
-    as_json = json.loads(system.omni("get", "models", "words", "-o", "json").stdout)
-    as_yaml = yaml.safe_load(system.omni("get", "models", "words", "-o", "yaml").stdout)
-    assert as_json["items"][0]["spec"] == as_yaml["items"][0]["spec"]
+@pytest.mark.parametrize("kind", ["models", "pools", "processes"])
+def test_yaml_is_the_same_objects(system: Running, kind: str) -> None:
+    as_json, as_yaml = (system.omni("get", kind, "-o", form).stdout for form in ("json", "yaml"))
+    assert json.loads(as_json) == yaml.safe_load(as_yaml)
 
 
-def test_columns(system: Running) -> None:
-    done = system.omni("get", "models")
-    head, *rows = done.stdout.splitlines()
-    assert head.split()[:3] == ["NAME", "READY", "TIER"]
-    assert [row.split()[:3] for row in rows if row.startswith("words")] == [["words", "True", "warm"]]
-    wide = system.omni("get", "models", "-o", "wide").stdout
-    assert "ENGINE" in wide.splitlines()[0]
-    assert "ENGINE" not in head
+@pytest.mark.parametrize(
+    ("kind", "head", "row", "more", "more_of_row"),
+    [
+        (
+            "models",
+            "NAME READY TIER DEVICE WEIGHTS WAITING SERVED LAST_WAKE REASON",
+            "words True warm - 1.0_MiB 0 0 - -",
+            "POOL ENGINE TASK HOST WORKING WAKES PID LAST_REQUEST GENERATION MESSAGE",
+            "default python embeddings - 1.0_MiB 0 4711 - 1 it_is_resident,_or_can_be_woken",
+        ),
+        (
+            "pools",
+            "NAME READY DEVICE BUDGET RESIDENT FREE OVER-COMMIT ISOLATION",
+            "default True host 1.0_GiB - 1.0_GiB 0.00 process",
+            "HOST HOST_BUDGET MODELS MISSING",
+            "- 4.0_GiB 3 namespaces",
+        ),
+        (
+            "processes",
+            "MODEL STATE TIER PID PRIVATE RESTARTS AGE",
+            "words ready warm 4711 30.0_MiB 2 AGE",
+            "ISOLATION INSTANCE CGROUP HASH",
+            "process words-1 /omni/words-1 HASH",
+        ),
+    ],
+    ids=["models", "pools", "processes"],
+)
+def test_columns(system: Running, kind: str, head: str, row: str, more: str, more_of_row: str) -> None:
+    """Columns are three spaces apart; a space within one is written as _ here."""
+    changing = {"processes": {"AGE": r"\d+(\.\d+)?_m?s|0_s", "HASH": "[0-9a-f]{12}"}}.get(kind, {})
+    for form, heads, values in (([], head, row), (["-o", "wide"], f"{head} {more}", f"{row} {more_of_row}")):
+        first, *rows = table(system.omni("get", kind, *form).stdout)
+        assert first == heads.split()
+        (found,) = [cells for cells in rows if cells[0] == values.split()[0]]
+        for cell, wanted in zip(found, values.split(), strict=True):
+            assert re.fullmatch(changing.get(wanted, re.escape(wanted)), cell), f"{cell} is not {wanted}"
+
+
+def table(text: str) -> list[list[str]]:
+    return [[cell.replace(" ", "_") for cell in re.split(" {3,}", line)] for line in text.splitlines()]
 
 
 def test_a_broken_manifest_is_told_on_stderr_beside_the_models(system: Running) -> None:
@@ -105,6 +141,26 @@ def test_events_are_one_json_object_a_line(system: Running) -> None:
     assert "InvalidManifest" in {json.loads(line)["reason"] for line in lines}
 
 
+def test_events_are_lines_for_people_and_follow_what_comes(system: Running) -> None:
+    at = r"\d\d:\d\d:\d\d +Warning +InvalidManifest +"
+    assert re.search(
+        rf"^{at}.*broken\.yaml:1: .*\(Manifest .*broken\.yaml\)$", system.omni("events").stdout, re.MULTILINE
+    )
+    following = subprocess.Popen(
+        [sys.executable, "-m", "omnimodel.cli", "events", "--follow"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=system.environment,
+    )  # fmt: skip
+    assert following.stdout is not None
+    assert "broken.yaml" in following.stdout.readline()
+    (system.folder / "worse.yaml").write_text("kind: OmniModel\n")
+    assert re.match(rf"{at}.*worse\.yaml", following.stdout.readline())
+    (system.folder / "worse.yaml").unlink()
+    following.send_signal(signal.SIGINT)
+    rest, messages = following.communicate(timeout=60)
+    assert following.returncode == 130
+    assert (rest, messages.strip()) == ("", ""), "who stops it by Ctrl-C is told nothing"
+
+
 def test_check_names_the_failed_expectation(system: Running) -> None:
     done = system.omni("check", "words", "wrong", "slow")
     assert done.returncode == 1
@@ -122,6 +178,17 @@ def test_top_once_is_a_picture(system: Running) -> None:
     assert "words" in text
     assert "over-commit" in text
     assert "broken.yaml" in text
+
+
+def test_top_is_drawn_again_and_again_until_ctrl_c(system: Running) -> None:
+    terminal = Terminal("top", "--interval", "0.1", environment=system.environment)
+    until(lambda: terminal.text.count("pool default") > 3 or terminal.process.poll() is not None, "four pictures")
+    assert terminal.interrupt() == 130
+    assert re.search(r"\nwords +warm +1\.0 MiB", terminal.text)
+    assert "broken.yaml" in terminal.text
+    assert terminal.written.count(b"\x1b[?1049h") == terminal.written.count(b"\x1b[?1049l") == 1  # the other screen
+    assert terminal.written.rindex(b"\x1b[?25h") > terminal.written.rindex(b"\x1b[?25l"), "the cursor is there again"
+    assert "Traceback" not in terminal.text
 
 
 def test_a_closed_pipe_is_no_error(system: Running) -> None:
@@ -144,6 +211,33 @@ def test_address_comes_from_the_environment(system: Running, tmp_path: Path) -> 
         env={**environment(tmp_path), "OMNI_ADDRESS": system.address},
         check=False,
     )
+    assert "words" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        (None, "/home/me/.local/state"),
+        ("/var/state", "/var/state"),
+        ("state", "/home/me/.local/state"),
+        ("", "/home/me/.local/state"),
+    ],
+    ids=["unset", "set", "relative, which is to be ignored", "empty"],
+)
+def test_the_state_directory_is_that_of_the_xdg_specification(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_STATE_HOME", variable)
+    assert str(default_state_dir()) == f"{expected}/omnimodel"
+
+
+def test_a_command_looks_into_the_state_directory_of_the_xdg_specification(system: Running, tmp_path: Path) -> None:
+    variables = {name: value for name, value in system.environment.items() if name != "OMNI_STATE_DIR"}
+    (tmp_path / "omnimodel").symlink_to(system.state_dir)
+    done = Running(environment={**variables, "XDG_STATE_HOME": str(tmp_path)}).omni("get", "models")
     assert "words" in done.stdout
 
 
