@@ -359,6 +359,16 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["runtime.environment.path[0]: '/other': is in no mount; add a mount that has it to spec.mounts"],
     ),
     (
+        "workingDir outside",
+        {"mounts": [{"name": "code", "source": True, "path": "/code"}], "runtime__workingDir": "/codes"},
+        ["runtime.workingDir: '/codes': is in no mount; write a path under /code"],
+    ),
+    (
+        "workingDir no mounts",
+        {"runtime__workingDir": "/other"},
+        ["runtime.workingDir: '/other': is in no mount; add a mount that has it to spec.mounts"],
+    ),
+    (
         "requirements path",
         {"runtime__environment": {"requirements": ["./x"]}},
         [
