@@ -131,15 +131,20 @@ def _as_text(desired: Desired) -> Iterator[str]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "   ".join(["  " + cells[0], *cells[1:], row[3]]).rstrip()
     for pod in desired.plan.pods:
-        yield from _exclusive(pod)
+        yield from never_together(pod)
 
 
-def _exclusive(pod: PodPlan) -> Iterator[str]:
-    """What can never be resident together: one line a model, with all those that it excludes."""
+def never_together(pod: PodPlan, where: str = "") -> Iterator[str]:
+    """What can never be resident together: one line a model, with all those that it excludes.
+
+    Args:
+        pod: with its models.
+        where: words for the pod, where there are several.
+    """
     if not pod.exclusive:
         return
     kept = f" less {output.size(pod.kept_bytes)} for the kept models" if pod.kept_bytes else ""
-    yield f"never resident together ({output.size(pod.budget_bytes)}{kept}):"
+    yield f"never resident together{where} ({output.size(pod.budget_bytes)}{kept}):"
     partners: dict[str, list[str]] = {}
     threes: list[str] = []
     for group in pod.exclusive:
@@ -181,5 +186,10 @@ def _as_json(desired: Desired) -> dict[str, Any]:
             {"model": key, "reason": str(refusal.reason), "message": refusal.message}
             for key, refusal in desired.refused.items()
         ],
-        "neverTogether": [{"models": list(group.models), "message": group.message} for group in pod.exclusive],
+        "neverTogether": exclusive_objects(pod),
     }
+
+
+def exclusive_objects(pod: PodPlan) -> list[dict[str, Any]]:
+    """What can never be resident together, as JSON values."""
+    return [{"models": list(group.models), "message": group.message} for group in pod.exclusive]

@@ -167,7 +167,7 @@ def plan(models: Sequence[ModelDemand], pools: Sequence[PoolSupply]) -> Plan:
             message = "its size on the device is not known until it was published; it is not counted yet"
             warnings.append(Finding(model.key, Reason.SIZE_UNKNOWN, message))
     return Plan(
-        pods=tuple(_pod_plan(by_pool[name], pod, load) for (name, pod), load in loads.items()),
+        pods=tuple(pod_plan(by_pool[name], pod, load) for (name, pod), load in loads.items()),
         assigned=assigned,
         served_names=served_names,
         refused=tuple(refused),
@@ -235,7 +235,8 @@ def refusal_of(model: ModelDemand, pool: PoolSupply, load: Sequence[ModelDemand]
     return None
 
 
-def _pod_plan(pool: PoolSupply, pod: str, load: Sequence[ModelDemand]) -> PodPlan:
+def pod_plan(pool: PoolSupply, pod: str, load: Sequence[ModelDemand]) -> PodPlan:
+    """What a pod of a pool is to hold, with these models assigned to it."""
     kept_bytes = _sum_bytes([model for model in load if model.keep_resident])
     exclusive, more = _exclusive(load, pool.budget_bytes, kept_bytes)
     footprint = _sum_bytes(load)
