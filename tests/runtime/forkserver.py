@@ -5,15 +5,16 @@ child that runs `serve.run` on them; the answer is its pid.
 """
 
 import gc
-import importlib
 import os
 import signal
 import socket
 import sys
 
 from omnimodel.protocol.channel import Channel, ChannelClosed
+from omnimodel.runtime.zygote import preload
 
 MODULES = (
+    "torch",
     "aiohttp.web",
     "jinja2",
     "tokenizers",
@@ -31,12 +32,7 @@ MODULES = (
 
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    for name in MODULES:
-        importlib.import_module(name)
-    import torch
-
-    with torch.device("meta"):
-        torch.nn.Linear(2, 2)
+    assert preload(MODULES, lambda *_: None) == []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     gc.collect()
     gc.freeze()

@@ -1,7 +1,8 @@
 """Binds a module to its image: every parameter and every buffer lies in the window, and nowhere else.
 
 The module is built on the meta device, without memory. Then each of its tensors is replaced by a view of the window
-at the offset that the index gives; what is mapped there may change with each wake, the addresses never do.
+at the offset that the index gives, a quantized weight by one that is made of such views; what is mapped there may
+change with each wake, the addresses never do.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnimodel.errors import ImageError
+from omnimodel.runtime.quantization import Quantization
 
 if TYPE_CHECKING:
     from omnimodel.memory.devices import Window
-    from omnimodel.memory.image import Index
+    from omnimodel.memory.image import Index, TensorEntry
 
 _NAMED_AT_MOST = 5
 
@@ -32,8 +34,8 @@ def tensors_in_order(module: torch.nn.Module) -> list[tuple[tuple[str, ...], tor
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    if tensor.device.type == "meta" or tensor.numel() == 0:
-        return id(tensor)
+    if tensor.device.type == "meta" or tensor.numel() == 0 or not tensor.data_ptr():
+        return id(tensor)  # it has no address: not even a quantized one, only its parts have
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -78,21 +80,19 @@ def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | N
         ImageError: module and index do not fit, or something would stay without values.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    for entry in index.tensors:
-        if entry.bytes and window is not None:
-            values = window.tensor(entry.offset, entry.bytes).view(getattr(torch, entry.dtype)).view(entry.shape)
-        else:
-            values = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+    built = {name: tensor for names, tensor in tensors_in_order(module) for name in names}
+    views = ((entry.names, _view(entry, window)) for entry in index.tensors)
+    for names, values in Quantization.of(subject, index).joined(subject, views, built):
         shared: torch.nn.Parameter | None = None
-        for name in entry.names:
+        for name in names:
             prefix, _, leaf = name.rpartition(".")
             part = parts.get(prefix)
             old = None if part is None else part._parameters.get(leaf, part._buffers.get(leaf))  # noqa: SLF001
             if part is None or old is None:
                 raise _mismatch(subject, f"its image has a tensor {name}, the module that build() makes does not")
-            if tuple(old.shape) != entry.shape:
+            if old.shape != values.shape:
                 raise _mismatch(
-                    subject, f"{name} has the shape {list(entry.shape)} in its image and {list(old.shape)} in build()"
+                    subject, f"{name} has the shape {list(values.shape)} in its image and {list(old.shape)} in build()"
                 )
             if leaf in part._parameters:  # noqa: SLF001
                 shared = torch.nn.Parameter(values, requires_grad=False) if shared is None else shared
@@ -105,6 +105,13 @@ def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | N
     if left:
         more = f" and {len(left) - _NAMED_AT_MOST} more" if len(left) > _NAMED_AT_MOST else ""
         raise _mismatch(subject, f"its image has no values for {', '.join(left[:_NAMED_AT_MOST])}{more}")
+
+
+def _view(entry: TensorEntry, window: Window | None) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    if entry.bytes and window is not None:
+        return window.tensor(entry.offset, entry.bytes).view(dtype).view(entry.shape)
+    return torch.empty(entry.shape, dtype=dtype, device="cpu")
 
 
 def _follow(part: torch.nn.Module, old: torch.Tensor, new: torch.Tensor | None) -> None:

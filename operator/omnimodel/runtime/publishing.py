@@ -1,7 +1,7 @@
 """Publishes a model: loads it once the ordinary way, from untrusted files, and writes its image.
 
 Memory stays bounded by the weights themselves: parameters are built without values, checkpoints are mapped and
-assigned, and tensors are cast and written one at a time.
+assigned, and tensors are cast, quantized and written one at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from omnimodel.memory.devices.processor import computes_bfloat16
 from omnimodel.memory.image import ImageWriter, Index
 from omnimodel.runtime.binding import plain_tensors, tensors_in_order
 from omnimodel.runtime.handlers import HandlerError, calling
+from omnimodel.runtime.quantization import Quantization, part_name, quantized, scaled, split, suits
 from omnimodel.runtime.sdk import Model, Source
 
 DIGEST_BYTES = 16 << 20  # the host device's frame: a digest per frame lets partial residency be checked
@@ -33,6 +34,7 @@ def publish(
     output: Path,
     *,
     cast: torch.dtype | None,
+    quantization: str = "",
     metadata: Mapping[str, Any],
     progress: Callable[[str, int, int], None],
 ) -> Index:
@@ -44,6 +46,7 @@ def publish(
         source: its files.
         output: an existing folder without an image.
         cast: dtype that every floating-point tensor gets; None keeps what `build` and the files say.
+        quantization: format that weights of linear layers get, one of `quantization.FORMATS`; empty for none.
         metadata: goes into the index.
         progress: called with a stage, and how much of how much is done.
 
@@ -55,12 +58,14 @@ def publish(
         progress("loading", 0, 0)
         with calling(subject, "loading the model for publishing"), torch.no_grad():
             module = model.publish(source)
+        if module is None and quantization:
+            raise _nothing_to_quantize(subject, quantization, "build() makes no module")
         if module is not None:
             if not isinstance(module, torch.nn.Module):
                 raise HandlerError(subject, f"build() returned {_kind(module)}", "return a torch.nn.Module or None")
             module.eval()
             check_covered(subject, module)
-            _pack(subject, module, writer, cast, progress)
+            _pack(subject, module, writer, cast, quantization, progress)
         return writer.close()
 
 
@@ -87,22 +92,54 @@ def _pack(
     module: torch.nn.Module,
     writer: ImageWriter,
     cast: torch.dtype | None,
+    form: str,
     progress: Callable[[str, int, int], None],
 ) -> None:
     tensors = tensors_in_order(module)
     total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     done_bytes = 0
+    weights: dict[str, torch.dtype] = {}  # that were quantized
     for names, tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise HandlerError(subject, f"{names[0]} is sparse or quantized, which an image cannot hold")
         values = tensor.detach().cpu()
         if cast is not None and values.is_floating_point() and values.dtype != cast:
             values = values.to(cast)
-        flat = values.contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-        writer.add(names, _name(values.dtype), tuple(values.shape), content)
+        parts = _quantized(module, names, values, form) if form else {}
+        for part, inner in parts.items():
+            _write(writer, (part_name(names[0], part),), inner)
+        if parts:
+            weights[names[0]] = values.dtype
+        else:
+            _write(writer, names, values)
         done_bytes += tensor.numel() * tensor.element_size()
         progress("packing", done_bytes, total_bytes)
+    if weights:
+        writer.metadata |= Quantization(form, weights).to_metadata()
+    elif form:
+        raise _nothing_to_quantize(subject, form, "no linear layer has a weight of its own that suits it")
+
+
+def _quantized(
+    module: torch.nn.Module, names: tuple[str, ...], values: torch.Tensor, form: str
+) -> dict[str, torch.Tensor]:
+    """The parts of a linear layer's weight that no other part of the module uses; nothing of what stays as it is."""
+    prefix, _, leaf = names[0].rpartition(".")
+    if len(names) > 1 or leaf != "weight" or not suits(module.get_submodule(prefix), values):
+        return {}
+    parts = split(quantized(values, form))
+    return parts if scaled(parts) else {}
+
+
+def _nothing_to_quantize(subject: str, form: str, why: str) -> OmniError:
+    problem = f"runtime.quantization is {form}, and there is nothing to quantize: {why}"
+    return OmniError(subject, problem, "remove runtime.quantization", reason=Reason.INVALID_MANIFEST)
+
+
+def _write(writer: ImageWriter, names: tuple[str, ...], values: torch.Tensor) -> None:
+    flat = values.contiguous().reshape(-1)
+    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    writer.add(names, _name(values.dtype), tuple(values.shape), content)
 
 
 def ordinary(model: Model, source: Source) -> torch.nn.Module | None:

@@ -64,6 +64,7 @@ PRELOAD = (
     "omnimodel.runtime.generation.serving",
     "omnimodel.runtime.generation.batching",
 )
+_UNWANTED = "torchao"  # the transformers library imports it wherever it finds it; only quantized models need it
 _ORPHAN_SECONDS = 30.0
 
 
@@ -89,20 +90,24 @@ def private_bytes() -> int:
 
 
 def preload(modules: Sequence[str], said: Callable[[str, int, int], None]) -> list[str]:
-    """Import modules; those that are not installed are passed over.
+    """Import modules; those that are not installed are passed over, and so is what only some models need.
 
     Returns:
         The modules that were not found.
     """
     absent = []
-    for index, name in enumerate(modules):
-        said(name, index, len(modules))
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            absent.append(f"{name} ({error})")
-    if "torch" in modules and "torch" in sys.modules:
-        _tiny_models()
+    sys.modules[_UNWANTED] = None  # type: ignore[assignment] # as the import system has it: not to be found
+    try:
+        for index, name in enumerate(modules):
+            said(name, index, len(modules))
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                absent.append(f"{name} ({error})")
+        if "torch" in modules and "torch" in sys.modules:
+            _tiny_models()
+    finally:
+        del sys.modules[_UNWANTED]
     return absent
 
 

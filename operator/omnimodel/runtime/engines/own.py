@@ -21,6 +21,7 @@ from omnimodel.runtime.binding import bind
 from omnimodel.runtime.engines import TEXT_GENERATION, Setting, name_of, subject_of
 from omnimodel.runtime.handlers import HandlerError, call, calling, load_class
 from omnimodel.runtime.lane import Lane
+from omnimodel.runtime.quantization import FORMATS
 from omnimodel.runtime.sdk import Model, Source
 
 if TYPE_CHECKING:
@@ -235,11 +236,12 @@ def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> 
     spec = command.spec
     subject = subject_of(spec)
     began = time.perf_counter()
-    if spec.get("quantization") not in (None, "", "none"):
+    quantization = "" if spec.get("quantization") in (None, "none") else str(spec["quantization"])
+    if quantization and quantization not in FORMATS:
         raise OmniError(
             subject,
-            f"engine {spec['engine']} has no quantization {spec['quantization']}",
-            "leave runtime.quantization out",
+            f"engine {spec['engine']} has no quantization {quantization}",
+            f"write {' or '.join(FORMATS)}, or leave runtime.quantization out",
             reason=Reason.INVALID_MANIFEST,
         )
     set_threads(command.threads)
@@ -257,7 +259,14 @@ def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> 
     cast = model.dtype if spec["engine"] == "python" and spec.get("dtype") not in (None, "", "auto") else None
     output = Path(command.output)
     index = publishing.publish(
-        subject, model, Source(command.source), output, cast=cast, metadata=metadata, progress=progress
+        subject,
+        model,
+        Source(command.source),
+        output,
+        cast=cast,
+        quantization=quantization,
+        metadata=metadata,
+        progress=progress,
     )
     return {
         "weightsBytes": index.weights_bytes,
