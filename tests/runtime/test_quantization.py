@@ -151,14 +151,14 @@ def test_a_bound_module_computes_what_the_quantized_one_does_in_memory(form, dty
     assert served.module.head.weight is served.module.words.weight
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(
     form=st.sampled_from(FORMATS),
     dtype=st.sampled_from(DTYPES),
     outer=st.integers(1, 70),
     inner=st.integers(16, 70),
     bias=st.booleans(),
-    magnitude=st.sampled_from((1e-6, 1.0, 300.0)),
+    magnitude=st.sampled_from((1e-2, 1.0, 300.0)),
     seed=st.integers(0, 1 << 16),
 )
 def test_a_layer_of_any_size_comes_back_as_it_was_quantized(
@@ -195,7 +195,7 @@ def test_weights_are_cast_before_they_are_quantized(tmp_path, bound):
         assert torch.equal(served.module(x), in_memory(layer.to(torch.bfloat16), "fp8")(x))
 
 
-@pytest.mark.parametrize("row", [0.0, torch.inf], ids=str)
+@pytest.mark.parametrize("row", [0.0, 1e-44, torch.inf], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_weight_with_a_row_that_cannot_be_scaled_stays_as_it_is(form, row, tmp_path, bound):
     torch.manual_seed(3)
@@ -203,12 +203,12 @@ def test_a_weight_with_a_row_that_cannot_be_scaled_stays_as_it_is(form, row, tmp
     with torch.no_grad():
         module[0].weight[7] = row
     index = publish(tmp_path, module, form)
-    expected = ["1.weight"] if form == "fp8" or row else ["0.weight", "1.weight"]
+    expected = ["1.weight"] if form == "fp8" or row == torch.inf else ["0.weight", "1.weight"]
     assert list(index.metadata["quantization"]["weights"]) == expected
     served = bound(tmp_path, lambda: nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
     served.wake()
     with torch.inference_mode():
-        assert served.module[0](torch.zeros(1, 24)).isfinite().all() or row
+        assert served.module[0](torch.zeros(1, 24)).isfinite().all() or row == torch.inf
 
 
 # What is refused

@@ -127,7 +127,7 @@ def split(weight: Any) -> dict[str, torch.Tensor]:
 
 
 def scaled(parts: Mapping[str, torch.Tensor]) -> bool:
-    """Whether every row got a scale: fp8 has none for zeros, nothing has one for infinity, and both become NaN."""
+    """Whether every row got a scale: fp8 has none for (almost) zeros, nothing for infinity: both become NaN."""
     scale = parts["scale"]
     return bool((scale.isfinite() & (scale > 0)).all())
 
