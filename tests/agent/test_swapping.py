@@ -72,6 +72,27 @@ async def test_a_request_in_flight_is_never_lost_to_a_swap(world):
     assert await slow == pytest.approx(world.answer(8, 1))
 
 
+@pytest.mark.parametrize("before", ["m1", "m2"], ids=["behind one that is computed", "until another model leaves"])
+async def test_held_requests_are_served_in_the_order_they_came(world, before):
+    one_by_one = world.manifest("m1", seed=1, limits={"concurrency": 1})
+    await world.apply(one_by_one, world.manifest("m2", seed=2, working_mib=136))
+    busy = asyncio.create_task(world.ask(before, "sleep:1"))
+    await world.until(lambda: world.instance(before).line.in_flight == 1, "it computes")
+    served: list[int] = []
+
+    async def ask(number: int) -> None:
+        await world.ask("m1", "sleep:0.02")
+        served.append(number)
+
+    asking = []
+    for number in range(8):
+        asking.append(asyncio.create_task(ask(number)))
+        await world.until(lambda number=number: len(world.instance("m1").line.waiting) == number + 1, "it waits")
+    assert not busy.done()
+    await asyncio.gather(busy, *asking)
+    assert served == list(range(8))
+
+
 async def test_answers_are_equal_bit_for_bit_before_an_evict_and_after_the_wake(world):
     await world.apply(*four(world))
     before = await world.ask("m1")
@@ -163,12 +184,16 @@ async def test_who_was_computed_for_when_the_process_died_is_told_of_what_it_die
 
 async def test_a_process_over_its_memory_dies_alone_with_that_reason(world):
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
-    neighbour = world.instance("m2").process.pid if world.instance("m2").process else None
+    await world.ask("m2")
+    neighbour = world.instance("m2").process.pid
+    busy = asyncio.create_task(world.ask("m2", "sleep:1"))
+    await world.until(lambda: world.instance("m2").line.in_flight == 1, "the neighbour computes")
     with pytest.raises(DispatchError) as caught:
         await world.ask("m1", "hoard:200")
     assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert await busy == pytest.approx(world.answer(8, 2))
     assert await world.ask("m2") == pytest.approx(world.answer(8, 2))
-    assert neighbour is None or world.instance("m2").process.pid == neighbour
+    assert world.instance("m2").process.pid == neighbour
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
     world.check_ledger()
 
