@@ -74,9 +74,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "quant",
         {"runtime__quant": "Q4_K_M"},
-        [
-            "runtime.quant: is an unknown field; remove it: engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
-        ],
+        ["runtime.quant: is an unknown field; did you mean spec.runtime.quantization?"],
     ),
     (
         "engine case",

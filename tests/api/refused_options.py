@@ -8,17 +8,29 @@ from api.builders import COMMAND, LLAMACPP, TRANSFORMERS
 
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
-        "quantization int8",
-        {"runtime": {**TRANSFORMERS, "quantization": "int8"}},
+        "quantization INT4",
+        {"runtime": {**TRANSFORMERS, "quantization": "INT4"}},
         [
-            "runtime.quantization: 'int8': is not in this version; remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
+            "runtime.quantization: 'INT4': is not in this version; write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file"
         ],
     ),
     (
-        "quantization INT4",
-        {"runtime": {**LLAMACPP, "quantization": "INT4"}},
+        "quantization Q4_K_M",
+        {"runtime": {**TRANSFORMERS, "quantization": "Q4_K_M"}},
+        ["runtime.quantization: 'Q4_K_M': is none of the possible words; write none, int8 or fp8"],
+    ),
+    (
+        "quantization llamacpp",
+        {"runtime": {**LLAMACPP, "quantization": "int8"}},
         [
-            "runtime.quantization: 'INT4': is not in this version; remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype"
+            "runtime.quantization: 'int8': quantization is for engines transformers and python only; remove it: the file of weights, or an argument of the program, says it"
+        ],
+    ),
+    (
+        "quantization command",
+        {"runtime": {**COMMAND, "quantization": "fp8"}},
+        [
+            "runtime.quantization: 'fp8': quantization is for engines transformers and python only; remove it: the file of weights, or an argument of the program, says it"
         ],
     ),
     (

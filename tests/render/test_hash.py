@@ -24,6 +24,7 @@ CHANGES: list[tuple[str, dict[str, Any], bool, bool]] = [
     ("another requirement", {"runtime__environment__requirements": ["numpy==2.3.2"]}, True, True),
     ("requirements in another order", {"runtime__environment__requirements": ["numpy==2.3.1", "tiktoken==0.11.0"]}, False, False),
     ("another dtype", {"runtime__dtype": "bfloat16"}, True, True),
+    ("another quantization", {"runtime__quantization": "int8"}, True, True),
     ("an option that a handler may build by", {"runtime__options__depth": 5}, True, True),
     ("another variable", {"runtime__env__MODE": "slow"}, True, False),
     ("other threads", {"runtime__threads": 7}, True, False),

@@ -95,8 +95,8 @@ class Bound:
 
     def close(self):
         self.window.unmap()
-        for frames in self.held:
-            self.frames.device.destroy(frames)
+        while self.held:
+            self.frames.device.destroy(self.held.pop())
 
 
 @pytest.fixture
@@ -177,6 +177,7 @@ def test_a_layer_of_any_size_comes_back_as_it_was_quantized(
         found = served.module(x)
         assert torch.equal(found, in_memory(layer, form)(x))
     assert found.isfinite().all()
+    served.close()
 
 
 def test_weights_are_cast_before_they_are_quantized(tmp_path, bound):

@@ -255,13 +255,20 @@ class Runtime(Part):
         examples=["bfloat16"],
     )
     quantization: Annotated[
-        Literal["none"],
+        Literal["none", "int8", "fp8"],
         choice(
             "none",
-            later=("int8", "int4", "fp8"),
-            instead="remove it; engine llamacpp computes with the bits of its GGUF file, others with those of dtype",
+            "int8",
+            "fp8",
+            later=("int4",),
+            instead="write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file",
         ),
-    ] = Field(default="none", description="Weights in fewer bits than their dtype has: not yet.", examples=["none"])
+    ] = Field(
+        default="none",
+        description="For engines transformers and python: 8 bits a weight of linear layers, in the store and on the "
+        "device; they compute in dtype. On a processor `int8` is the faster one.",
+        examples=["int8"],
+    )
     threads: ThreadCount = Field(
         default="auto",
         description="Threads of one forward pass; `auto` takes `resources.cpu`, or half of the machine's cores. Engine "
@@ -371,5 +378,12 @@ class Runtime(Part):
             "dtype is for engines transformers and python only",
             "remove it: the file of weights, or an argument of the program, says it",
             "dtype",
+        ),
+        Rule(
+            "self.engine in ['transformers', 'python'] || !has(self.quantization) || self.quantization == 'none'",
+            lambda self: self.engine not in FOREIGN or self.quantization == "none",
+            "quantization is for engines transformers and python only",
+            "remove it: the file of weights, or an argument of the program, says it",
+            "quantization",
         ),
     )
