@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,13 +33,15 @@ FEWER = {"omnimodels": ("suspend", "description"), "omniprocesses": ("probe", "n
 @pytest.fixture
 def place(own_cluster: Cluster) -> Iterator[str]:
     """A namespace that takes restricted pods only; all releases in it and the CRDs are gone after the test."""
-    own_cluster.kubectl("create", "namespace", "omni-system")
-    own_cluster.kubectl("label", "namespace", "omni-system", "pod-security.kubernetes.io/enforce=restricted")
-    yield "omni-system"
+    name = f"omni-{secrets.token_hex(4)}"
+    own_cluster.kubectl("create", "namespace", name)
+    own_cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield name
     for release in releases(own_cluster):
         own_cluster.helm("uninstall", release["name"], "-n", release["namespace"])
     own_cluster.kubectl("delete", "crds", "--all", "--wait")
-    own_cluster.kubectl("delete", "namespace", "omni-system", "--wait")
+    # When kinds go while a namespace is emptied, the next try may be minutes away: nobody waits for it.
+    own_cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 def releases(cluster: Cluster) -> list[dict[str, Any]]:

@@ -24,11 +24,8 @@ class Process(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> Process | None:
         """The live process with this pid; None if there is none, or only a zombie."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+        state, started = _state(pid)
+        return None if state in "ZX" else cls(pid, started)
 
     def alive(self) -> bool:
         return Process.of(self.pid) == self
@@ -49,16 +46,32 @@ class Process(NamedTuple):
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20 if self.alive() else None
 
     def kill(self, seconds: float = 15) -> None:
-        """Ends it at once, and waits until it is gone."""
+        """Ends it at once, and waits until it is gone; if it is a child of this program, without a trace."""
         deadline = time.monotonic() + seconds
         if self.alive():
             os.kill(self.pid, signal.SIGKILL)
-        while self.alive():
+        # Other threads of it may end after the first one, with which it looks like a zombie.
+        while self.alive() or not self._reaped():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"process {self.pid} does not end")
             time.sleep(0.02)
-        with contextlib.suppress(ChildProcessError):  # it need not be a child of this program
-            os.waitpid(self.pid, 0)  # its first thread may have ended before the others have
+
+    def _reaped(self) -> bool:
+        if _state(self.pid)[1] != self.started:
+            return True
+        try:
+            return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        except ChildProcessError:
+            return True
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """The state of a process, and when it began; X and 0 when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])
 
 
 def add_link(init: int) -> int:
