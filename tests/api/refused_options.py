@@ -8,10 +8,10 @@ from api.builders import COMMAND, LLAMACPP, TRANSFORMERS
 
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
-        "quantization INT4",
-        {"runtime": {**TRANSFORMERS, "quantization": "INT4"}},
+        "quantization int4",
+        {"runtime": {**TRANSFORMERS, "quantization": "int4"}},
         [
-            "runtime.quantization: 'INT4': is not in this version; write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file"
+            "runtime.quantization: 'int4': is not in this version; write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file"
         ],
     ),
     (

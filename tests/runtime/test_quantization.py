@@ -17,7 +17,7 @@ from omnimodel.memory.devices.host_window import HostWindow
 from omnimodel.memory.image import Index, read_index
 from omnimodel.protocol.process import Evict
 from omnimodel.runtime import publishing
-from omnimodel.runtime.binding import bind
+from omnimodel.runtime.binding import bind, tensors_in_order
 from omnimodel.runtime.quantization import FORMATS
 from omnimodel.runtime.sdk import Model
 from runtime.children import FRAME_BYTES, CommandFailed, handler, spec
@@ -37,7 +37,7 @@ class Several(nn.Module):
         self.conv, self.norm = nn.Conv1d(24, 24, 3, padding=1, **made), nn.LayerNorm(24, **made)
         self.attention = nn.MultiheadAttention(24, 3, batch_first=True, **made)
         self.recurrent = nn.GRU(24, 24, batch_first=True, **made)
-        self.block = nn.TransformerEncoderLayer(24, 3, 32, batch_first=True, dropout=0.0, **made)
+        self.block = nn.TransformerEncoderLayer(24, 3, 40, batch_first=True, dropout=0.0, **made)
         self.head = nn.Linear(24, 11, bias=False, **made)
         self.head.weight = self.words.weight
         self.register_buffer("scale", torch.ones((), **made))
@@ -149,6 +149,9 @@ def test_a_bound_module_computes_what_the_quantized_one_does_in_memory(form, dty
     assert "up.weight" not in named
     assert named["up.bias"].dtype == named["attention.out_proj.weight"].dtype == str(dtype).removeprefix("torch.")
     assert served.module.head.weight is served.module.words.weight
+    assert ("up.weight",) in {
+        names for names, _ in tensors_in_order(served.module)
+    }  # no other of its size is tied to it
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
