@@ -241,6 +241,15 @@ class Cluster(Connection):
         self._wait("kubelet", "CoreDNS", 90, self._dns_ready)
         self._say("CoreDNS is ready")
 
+    def on_node(self, *command: str, stdin: str = "") -> str:
+        """What a command prints that is run in the network of the node.
+
+        Raises:
+            ClusterError: it failed; `stderr` has its words.
+        """
+        target = f"--target={self.processes['init'].pid}"
+        return self._run(["nsenter", target, "--net", "--", *command], stdin=stdin)
+
     @property
     def _record(self) -> Path:
         return self.folder / "cluster.json"
