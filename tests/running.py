@@ -169,8 +169,9 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What was written, every picture of it, without colours and moves of the cursor."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", self.written.decode(errors="replace"))
+        """What was written, one picture below the other, without colours and moves of the cursor."""
+        apart = re.sub(r"(\r?\x1b\[(2K|1A))+", "\n", self.written.decode(errors="replace"))  # one is wiped for the next
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", apart)
 
     def interrupt(self) -> int:
         """Ctrl-C; the exit code."""
@@ -193,9 +194,9 @@ class UpOnTerminal(Up):
 
     def ready(self) -> dict[str, Any]:
         """Its address, once it is told."""
-        ended = "\nReady at "
-        until(lambda: ended in self.terminal.text or self.process.poll() is not None, ended, self._start_seconds)
-        assert ended in self.terminal.text, self.terminal.text
+        said = "\nReady at "
+        until(lambda: said in self.terminal.text or self.process.poll() is not None, said, self._start_seconds)
+        assert said in self.terminal.text, self.terminal.text
         return {"address": (self.state_dir / "address").read_text().strip()}
 
 

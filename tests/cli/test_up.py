@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 
 from cli.conftest import environment
 from cli.linear import POOL, QUESTION, write_linear, write_weights
-from running import DEADLINE_SECONDS, Up, groups, leftovers, until
+from running import DEADLINE_SECONDS, Up, UpOnTerminal, groups, leftovers, until
 
 pytestmark = pytest.mark.slow
 
@@ -142,8 +143,15 @@ def test_objects_have_what_scripts_rely_on(up: Up) -> None:
 
 def test_wake_and_evict_move_the_tier(up: Up) -> None:
     value(up, "one")
-    assert json.loads(up.omni("evict", "one", "-o", "json").stdout)["tier"] in {"warm", "cold"}
+    assert json.loads(up.omni("evict", "one", "-o", "json").stdout)["tier"] == "warm"
+    (entry,) = until(lambda: on_the_host(up, "one"), "its process to be counted on the host")
+    assert (entry["tier"], entry["deviceBytes"]) == ("warm", 0)
     assert json.loads(up.omni("wake", "one", "-o", "json").stdout)["tier"] == "resident"
+
+
+def on_the_host(up: Up, model: str) -> list[dict[str, Any]]:
+    """Where a model holds host memory."""
+    return [entry for entry in up.client.model("default", model)["status"]["residency"] if entry["hostBytes"] > 0]
 
 
 EDITS = 3
@@ -159,23 +167,38 @@ def test_edits_are_reconciled_within_two_seconds(up: Up, place: Path) -> None:
     write_linear(folder, "edited", place / "weights.safetensors")
     good = (folder / "edited.yaml").read_text()
     until(lambda: value(up, "edited") == 6.0, "the model")
-    elsewhere = good.replace("spec:", "spec:\n  pool: none", 1)
-    kinds: dict[str, tuple[str | None, dict[str, str]]] = {
-        "broken": (good.replace("engine: python", "engine: pyhton"), {"kind": "Manifest"}),
-        "moved to a pool that is not there": (elsewhere, {"name": "edited", "reason": "PoolNotFound"}),
-        "deleted": (None, {"name": "edited", "reason": "Removed"}),
+    weights = place / "weights.safetensors"
+    texts = {
+        "broken": good.replace("engine: python", "engine: pyhton"),
+        "moved to a pool that is not there": good.replace("spec:", "spec:\n  pool: none", 1),
+        "deleted": None,
     }
-    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(EDITS):
-        for kind, (text, about) in kinds.items():
+    edits: dict[str, Callable[[int], object]] = {
+        **{kind: lambda _, text=text: replace(folder / "edited.yaml", text) for kind, text in texts.items()},
+        # With code of its own, so that it is published: that this begins is the first that is told of it.
+        "changed": lambda number: write_linear(folder, "edited", weights, shift=100.0 + number),
+        "added": lambda number: write_linear(folder, "added", weights, shift=200.0 + number),
+    }
+    told = {
+        "broken": {"kind": "Manifest"},
+        "moved to a pool that is not there": {"name": "edited", "reason": "PoolNotFound"},
+        "deleted": {"name": "edited", "reason": "Removed"},
+        "changed": {"name": "edited", "reason": "Publishing"},
+        "added": {"name": "added", "reason": "Publishing"},
+    }
+    taken: dict[str, list[float]] = {kind: [] for kind in edits}
+    for number in range(EDITS):
+        for kind, edit in edits.items():
+            about = told[kind]
             before = len(up.events(**about))
             began = time.time()
-            replace(folder / "edited.yaml", text)
+            edit(number)
             until(lambda about=about, before=before: len(up.events(**about)) > before, f"an event: {kind}")
             taken[kind].append(up.events(**about)[before]["time_seconds"] - began)
             replace(folder / "edited.yaml", good)
             until(lambda: serves_as_written(up, "edited"), f"the good file after it was {kind}")
-    (folder / "edited.yaml").unlink()
+        replace(folder / "added.yaml", None)
+    replace(folder / "edited.yaml", None)
     assert all(0 < statistics.median(seconds) < 2 for seconds in taken.values()), taken
 
 
@@ -216,24 +239,23 @@ def test_logs_are_followed(up: Up) -> None:
 
 
 def test_ctrl_c_lets_a_request_finish_and_leaves_nothing(place: Path, up: Up) -> None:
-    if up.process.poll() is None:
-        up.ready()
-        write_linear(place / "catalog", "slow", place / "weights.safetensors", sleep_seconds=3.0)
-        until(lambda: value(up, "slow") == 6.0, "the slow model")
-        control_groups = groups(up)
-        answers: list[float | None] = []
-        asking = threading.Thread(target=lambda: answers.append(value(up, "slow")))
-        asking.start()
-        until(lambda: in_flight(up, "slow"), "the request to be computed")
-        processes = up.descendants()
-        assert processes
-        assert up.stop(signal.SIGINT) == 0, "".join(up.messages)
-        asking.join(DEADLINE_SECONDS)
-        assert answers == [6.0]
-        assert leftovers(up.state_dir, processes) == []
-        assert [path for path in control_groups if path.exists()] == []
-        assert "Traceback" not in "".join(up.messages)
-        (place / "catalog" / "slow.yaml").unlink()
+    up.ready()
+    write_linear(place / "catalog", "slow", place / "weights.safetensors", sleep_seconds=3.0)
+    until(lambda: value(up, "slow") == 6.0, "the slow model")
+    control_groups = groups(up)
+    answers: list[float | None] = []
+    asking = threading.Thread(target=lambda: answers.append(value(up, "slow")))
+    asking.start()
+    until(lambda: in_flight(up, "slow"), "the request to be computed")
+    processes = up.descendants()
+    assert processes
+    assert up.stop(signal.SIGINT) == 0, "".join(up.messages)
+    asking.join(DEADLINE_SECONDS)
+    assert answers == [6.0]
+    assert leftovers(up.state_dir, processes) == []
+    assert [path for path in control_groups if path.exists()] == []
+    assert "Traceback" not in "".join(up.messages)
+    (place / "catalog" / "slow.yaml").unlink()
 
 
 def in_flight(up: Up, model: str) -> int:
@@ -243,34 +265,68 @@ def in_flight(up: Up, model: str) -> int:
 
 @dataclass(frozen=True)
 class Restarted:
-    """A system that was started on what one left that was killed, with a model beside it that cannot serve."""
+    """A system that was started on what one left that was killed, with a model beside it that cannot serve.
+
+    Args:
+        up: the system.
+        address, seen, pools: of the first one, which was on a terminal, served the other pool, and had half its memory.
+        images: that the first one had published.
+        killed: its processes.
+    """
 
     up: Up
+    address: str
+    seen: str
+    pools: dict[str, dict[str, Any]]
     images: dict[Path, int]
     killed: list[psutil.Process]
 
 
 @pytest.fixture(scope="module")
 def restarted(place: Path) -> Iterator[Restarted]:
-    write_linear(place / "catalog", "one", place / "weights.safetensors")
-    first = Up(place / "catalog", place / "state")
+    catalog, state_dir = place / "pools", place / "state-of-pools"
+    catalog.mkdir()
+    (catalog / "pools.yaml").write_text(f"{POOL}---\n{POOL.replace('default', 'other')}")
+    of_other(write_linear(catalog, "one", place / "weights.safetensors"))
+    first = UpOnTerminal(catalog, state_dir, "--pool", "other", "--memory", "256Mi")
     assert value(first, "one") == 6.0
-    found = images(place / "state")
+    pools = {item["metadata"]["name"]: item["status"] for item in first.client.objects("omnipools")}
+    found = images(state_dir)
     assert found
+    until(lambda: re.search(r"\ncurl (.*\n)+one +resident ", first.terminal.text), "a picture after the line to paste")
+    seen, address = first.terminal.text, first.address
     killed = first.kill_all()
-    write_linear(place / "catalog", "missing", place / "nowhere.safetensors")
-    write_linear(place / "catalog", "hangs", place / "weights.safetensors", sleep_seconds=600.0, probe=False)
-    again = Up(place / "catalog", place / "state", "--drain", "600")
-    yield Restarted(again, found, killed)
+    of_other(write_linear(catalog, "missing", place / "nowhere.safetensors"))
+    of_other(write_linear(catalog, "hangs", place / "weights.safetensors", sleep_seconds=600.0, probe=False))
+    again = Up(catalog, state_dir, "--pool", "other", "--drain", "600")
+    yield Restarted(again, address, seen, pools, found, killed)
     if again.process.poll() is None:
         again.stop(signal.SIGINT, signal.SIGINT)
-    for name in ("missing", "hangs"):
-        (place / "catalog" / f"{name}.yaml").unlink()
+
+
+def of_other(path: Path) -> None:
+    """Let a model be of the other pool."""
+    replace(path, path.read_text().replace("spec:", "spec:\n  pool: other", 1))
 
 
 def images(state_dir: Path) -> dict[Path, int]:
     """The images of a store, with what tells whether one was written anew."""
     return {path: path.stat().st_ino for path in (state_dir / "store").rglob("image")}
+
+
+def test_a_person_sees_the_table_then_the_address_and_a_line_to_paste(restarted: Restarted) -> None:
+    before, ready, after = restarted.seen.partition(f"\nReady at {restarted.address}\n")
+    assert ready
+    assert "pool other" in before
+    assert re.search(r"\nmodel +tier +bytes +requests +last wake", before)
+    assert re.search(r"\none +(cold|warm) ", before), "it was shown while it was brought up"
+    assert f"\ncurl -s {restarted.address}/v1/models\n" in after
+    assert re.search(r"\none +resident ", after)
+
+
+def test_the_pool_that_is_named_is_served_with_the_memory_that_is_named(restarted: Restarted) -> None:
+    assert restarted.pools["other"]["budgetBytes"] == 256 << 20
+    assert restarted.pools["default"].get("budgetBytes", 0) == 0
 
 
 def test_after_kill_everything_it_serves_again_without_publishing_anew(restarted: Restarted) -> None:
