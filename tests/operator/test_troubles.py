@@ -9,10 +9,10 @@ from aiohttp import web
 
 from kube.agents import Agents
 from kube.proxy import Proxy, no_trouble, status
-from kube.world import World, conditions, model, pool, until
+from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_reconcile, kubernetes_references, kubernetes_troubles
 from omnimodel.controllers.kubernetes import Operator
-from omnimodel.kube import EVENTS, MODELS, PODS, POOLS, PROCESSES, SECRETS, Kind
+from omnimodel.kube import CONFIG_MAPS, EVENTS, MODELS, PODS, POOLS, PROCESSES, SECRETS, Kind
 
 ACCOUNTS = Kind("", "v1", "serviceaccounts", "ServiceAccount")
 QUOTAS = Kind("", "v1", "resourcequotas", "ResourceQuota")
@@ -144,6 +144,62 @@ async def test_a_secret_that_may_not_be_read_is_said_and_read_when_it_may(
     assert "agent.namespaces" in message(world.see(MODELS, "a"))
     proxy.before = no_trouble
     await world.ready("a")
+
+
+SOURCES = {
+    "hubToken": {"secretKeyRef": {"name": "fetching", "key": "token"}},
+    "certificates": {"configMapKeyRef": {"name": "authorities", "key": "ca.crt"}},
+}
+
+
+async def test_what_the_sources_of_a_pool_refer_to_is_missed_by_name_until_it_is_there(
+    world: World, agents: Agents, start, hasty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_references, "MISSING_SECONDS", 0.2)
+    monkeypatch.setattr(kubernetes_references, "LOOK_SECONDS", 0.2)
+    await start()
+    await world.apply(pool("gpu", world.namespace, sources=SOURCES), model("a", world.namespace))
+
+    async def missed(problem: str) -> None:
+        sentence = f"spec.sources: {problem} of namespace {world.namespace}; add that key to a"
+
+        def said() -> bool:
+            item = world.see(POOLS, "gpu")
+            stalled = conditions(item).get("Stalled") == ("True", "SourceNotFound")
+            return stalled and message(item).startswith(sentence)
+
+        await until(said, sentence)
+
+    await missed("there is no key ca.crt in a ConfigMap authorities")
+    await world.ready("a")
+    head = {"name": "authorities", "namespace": world.namespace}
+    await world.kube.create(CONFIG_MAPS, {"metadata": head, "data": {"ca.crt": "PEM"}})
+    await missed("there is no key token in a Secret fetching")
+    head = {"name": "fetching", "namespace": world.namespace}
+    await world.kube.create(SECRETS, {"metadata": head, "stringData": {"toking": "x"}})
+    await until(lambda: conditions(world.see(POOLS, "gpu"))["Stalled"][0] == "True", "another key is none")
+    await world.kube.merge(SECRETS, "fetching", world.namespace, {"stringData": {"token": "x"}})
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "it heals")
+    events = (await world.kube.list(EVENTS, world.namespace)).items
+    assert any(event["reason"] == "SourceNotFound" and "Secret fetching" in event["message"] for event in events)
+    await world.kube.delete(SECRETS, "fetching", world.namespace)
+    await missed("there is no key token in a Secret fetching")
+    await world.apply(pool("gpu", world.namespace))
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "a pool that does not ask for it any more")
+
+
+async def test_sources_that_the_operator_may_not_read_are_the_kubelets_affair(
+    world: World, agents: Agents, proxy: Proxy, start, hasty
+) -> None:
+    async def forbidden(request: web.Request) -> web.Response | None:
+        return status(403, "Forbidden", "no") if request.path.endswith("/secrets/fetching") else None
+
+    proxy.before = forbidden
+    await start("one", proxy.kubeconfig)
+    sources = {"hubToken": SOURCES["hubToken"]}
+    await world.apply(pool("gpu", world.namespace, sources=sources), model("a", world.namespace))
+    await world.ready("a")
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pool is Ready")
 
 
 async def test_an_edited_secret_is_another_process_though_one_before_it_cannot_be_read(

@@ -82,13 +82,14 @@ class Reconciler:
         self.news = News(cache, self.queue.add, self.nodes.zone, self.nodes.lost, self._troubles.of, clock)
         self._remains = Remains(cache, writer, self.news, self.nodes, clock, wall)
         writer.changed = self.news.changed
-        self.references = References(kube, lambda key: self.queue.add(("model", *key)), clock)
+        self.references = References(kube, self.queue.add, clock)
         self.outdated: Refusal | None = None
         self._states: dict[Key, object] = {}
         self._assigned: dict[Key, tuple[Key, Assigned]] = {}  # model -> pool, and what its round said
         self._live: dict[Key, Mapping[str, str]] = {}  # pods that answer, and their uids
         self._dead: dict[Key, frozenset[str]] = {}  # pods whose words are no longer theirs
         self._faults: dict[Key, Refusal] = {}
+        self._missing: dict[Key, Refusal] = {}  # what sources of pools refer to and is not there
         self._shrinking: dict[Key, float] = {}
         self._bytes_written: dict[Key, float] = {}
 
@@ -145,6 +146,7 @@ class Reconciler:
         pods, owner = self.news.views(key, pool), self._cache.get(STATEFUL_SETS, key)
         if await self._troubles.look(key, pool, pods, replicas_of(pool), owner):
             self.queue.add(("pool", *key), LOOK_SECONDS)
+        await self._look_for_sources(key, pool)
         decision, snapshot = self._decide_pool(key, pool)
         fault: Refusal | None = self.outdated
         written = False
@@ -168,6 +170,17 @@ class Reconciler:
         await self._remains.clear(POOLS, key, "pods", key[0], snapshot.pods)
         await self._tell_pool(key, pool, decision, written)
 
+    async def _look_for_sources(self, key: Key, pool: OmniPool) -> None:
+        self._missing.pop(key, None)
+        try:
+            missing = await self.references.missing(pool)
+        except KubeError as error:  # the kubelet may read it all the same
+            log.warning("sources not looked for namespace=%s pool=%s error=%s", *key, error)
+            self.queue.add(("pool", *key), FAULT_SECONDS)
+        else:
+            if missing is not None:
+                self._missing[key] = missing
+
     def _decide_pool(self, key: Key, pool: OmniPool) -> tuple[PoolDecision, PoolSnapshot]:
         item = self._cache.items[POOLS].get(key) or {}  # it may have gone since the round began
         live = self._cache.get(STATEFUL_SETS, key)
@@ -185,6 +198,7 @@ class Reconciler:
             live_replicas=replicas,
             hurry=now - self._shrinking.get(key, now) > HURRY_SECONDS,
             fault=self._faults.get(key),
+            missing=self._missing.get(key),
             now_seconds=now,
             unix_seconds=self._wall(),
         )
@@ -224,8 +238,11 @@ class Reconciler:
             self._bytes_written[key] = now
 
     def _pool_gone(self, key: Key) -> None:
-        for memory in (self._live, self._dead, self._faults, self._shrinking, self._states, self._bytes_written):
+        for memory in (
+            self._live, self._dead, self._faults, self._missing, self._shrinking, self._states, self._bytes_written,
+        ):  # fmt: skip
             memory.pop(key, None)
+        self.references.forget(("pool", *key))
         self.news.forget(key)
         self._troubles.forget(key)
         for model in [model for model, (pool, _) in self._assigned.items() if pool == key]:
@@ -258,7 +275,7 @@ class Reconciler:
         model = self._cache.model(key)
         if model is None:
             self._assigned.pop(key, None)
-            self.references.forget(key)
+            self.references.forget(("model", *key))
             await self._writer.delete_process(key)
             return
         if isinstance(model, ManifestError):

@@ -1,4 +1,4 @@
-"""Config maps and secrets that models refer to: fetched by name, looked at again and again, and told of when changed.
+"""Config maps and secrets that models and pools refer to: fetched by name, looked at again, and told of when changed.
 
 By name and not by watch: to watch secrets is the right to read all of them. So a change arrives within a minute.
 """
@@ -13,13 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omnimodel.api import OmniModel
+from omnimodel.api import OmniModel, OmniPool
 from omnimodel.api.mounts import MountSource
+from omnimodel.controllers.kubernetes_news import Round
+from omnimodel.controllers.status import Refusal
+from omnimodel.errors import ManifestError
 from omnimodel.kube import CONFIG_MAPS, SECRETS, Kind, Kube, KubeError
+from omnimodel.render import files_of_sources, references_of_sources
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, str]
+Config = dict[str, dict[str, Mapping[str, bytes]]]
 Reference = tuple[Kind, str, str]  # kind, namespace, name
 LOOK_SECONDS = 60.0
 MISSING_SECONDS = 5.0  # of what is not there: someone may be about to make it
@@ -45,6 +49,13 @@ def references_of(model: OmniModel) -> frozenset[Reference]:
     return frozenset(found)
 
 
+def references_of_pool(pool: OmniPool) -> frozenset[Reference]:
+    """The config maps and secrets that the sources of a pool refer to."""
+    kinds = {"configmaps": CONFIG_MAPS, "secrets": SECRETS}
+    found = references_of_sources(pool).values()
+    return frozenset((kinds[kind], pool.metadata.namespace, reference.name) for kind, reference in found)
+
+
 @dataclass(frozen=True)
 class _Known:
     """What an object had when it was looked at; content is None when it was not there."""
@@ -59,28 +70,45 @@ class References:
 
     Args:
         kube: the connection.
-        changed: told of each model that refers to something that changed.
+        changed: told of each model and pool that refers to something that changed.
         clock: monotonic.
     """
 
-    def __init__(self, kube: Kube, changed: Callable[[Key], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, kube: Kube, changed: Callable[[Round], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._kube = kube
         self._changed = changed
         self._clock = clock
         self._known: dict[Reference, _Known] = {}
-        self._users: dict[Reference, set[Key]] = {}
-        self._of_user: dict[Key, frozenset[Reference]] = {}
+        self._users: dict[Reference, set[Round]] = {}
+        self._of_user: dict[Round, frozenset[Reference]] = {}
 
-    async def config(self, model: OmniModel) -> dict[str, dict[str, Mapping[str, bytes]]]:
+    async def config(self, model: OmniModel) -> Config:
         """What a model refers to, as `render` takes it.
 
         Raises:
             KubeError: it could not be fetched.
         """
-        user = (model.metadata.namespace, model.metadata.name)
-        wanted = references_of(model)
+        return await self._config(("model", model.metadata.namespace, model.metadata.name), references_of(model))
+
+    async def missing(self, pool: OmniPool) -> Refusal | None:
+        """What the sources of a pool refer to and is not there.
+
+        Raises:
+            KubeError: that is not known, for it could not be looked up.
+        """
+        user = ("pool", pool.metadata.namespace, pool.metadata.name)
+        config = await self._config(user, references_of_pool(pool))
+        try:
+            files_of_sources(pool, config)
+        except ManifestError as error:
+            return Refusal(error.reason, f"{error.field}: {error.problem}", error.cure)
+        return None
+
+    async def _config(self, user: Round, wanted: frozenset[Reference]) -> Config:
         self._use(user, wanted)
-        config: dict[str, dict[str, Mapping[str, bytes]]] = {"configmaps": {}, "secrets": {}}
+        config: Config = {"configmaps": {}, "secrets": {}}
         for reference in wanted:
             known = self._known.get(reference) or await self._look(reference)
             if known.content is not None:
@@ -88,11 +116,11 @@ class References:
                 config["configmaps" if kind is CONFIG_MAPS else "secrets"][name] = known.content
         return config
 
-    def forget(self, user: Key) -> None:
-        """A model is gone."""
+    def forget(self, user: Round) -> None:
+        """A model or pool is gone."""
         self._use(user, frozenset())
 
-    def _use(self, user: Key, wanted: frozenset[Reference]) -> None:
+    def _use(self, user: Round, wanted: frozenset[Reference]) -> None:
         for reference in self._of_user.pop(user, frozenset()) - wanted:
             users = self._users[reference]
             users.discard(user)

@@ -52,6 +52,7 @@ class PoolSnapshot:
         live_replicas: of the StatefulSet; None when there is none.
         hurry: pods that go are not waited for any longer.
         fault: why the children cannot be made; None when they can.
+        missing: what its sources refer to and is not there; None when nothing is known to be missing.
         now_seconds, unix_seconds: the monotonic clock, and the time of day.
     """
 
@@ -62,6 +63,7 @@ class PoolSnapshot:
     live_replicas: int | None
     hurry: bool
     fault: Refusal | None
+    missing: Refusal | None
     now_seconds: float
     unix_seconds: float
 
@@ -174,6 +176,8 @@ def _pool_status(
         devices=pool.spec.device.count * replicas,
     )
     if snapshot.fault is None:
+        if snapshot.missing is not None and not (problem is not None and problem[1]):
+            problem = snapshot.missing, True
         reason, message, abnormal = _pool_verdict(pool, replicas, ready, busy, problem)
         conditions = [
             ("Ready", "False" if abnormal else "True", reason, message),
@@ -204,7 +208,7 @@ def _pool_verdict(
     """
     if replicas == 0:
         return "ScaledToZero", "it is asked for no pods (spec.replicas: 0)", ""
-    if ready >= replicas:
+    if ready >= replicas and not (problem is not None and problem[1]):
         return "Serving", f"{ready} of {replicas} pods are ready", ""
     if problem is not None:
         refusal, stalled = problem

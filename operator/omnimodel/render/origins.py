@@ -33,14 +33,14 @@ def files_of_sources(pool: OmniPool, config: Config) -> dict[str, bytes]:
     Raises:
         ManifestError: a config map, secret or key is not there.
     """
-    found = {}
+    found, namespace = {}, pool.metadata.namespace
     for file, (kind, reference) in references_of_sources(pool).items():
         content = config.get(kind, {}).get(reference.name, {})
         if reference.key not in content:
             raise ManifestError(
                 pool.subject,
-                f"there is no key {reference.key} in a {KINDS[kind]} {reference.name} of its namespace",
-                f"add a {KINDS[kind]} with that key beside the manifest, or in the cluster",
+                f"there is no key {reference.key} in a {KINDS[kind]} {reference.name} of namespace {namespace}",
+                f"add that key to a {KINDS[kind]} of this name and namespace, beside the manifest or in the cluster",
                 field="spec.sources",
                 reason=Reason.SOURCE_NOT_FOUND,
             )
