@@ -301,7 +301,7 @@ async def test_an_object_of_someone_else_with_the_name_is_left_alone(world: Worl
 POD_TROUBLE = {
     "no node takes it": (
         {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"}]},
-        "Unschedulable", "Insufficient nvidia.com/gpu", "free or add a node that takes it",
+        "Unschedulable", "0/3 nodes are available: 3 Insufficient nvidia.com/gpu", "free or add a node that takes it",
     ),
     "its claim is missing": (
         {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": 'persistentvolumeclaim "models" not found'}]},
