@@ -299,6 +299,15 @@ class ModelSpec(Part):
             "write a path under one of spec.mounts",
             "runtime.environment.path",
         ),
+        Rule(
+            "!has(self.runtime.workingDir) || self.runtime.workingDir in ['/', '/tmp'] || (has(self.mounts) && "
+            "self.mounts.exists(mount, self.runtime.workingDir == mount.path || "
+            "self.runtime.workingDir.startsWith(mount.path + '/')))",
+            None,
+            "is in no mount",
+            "write a path under one of spec.mounts",
+            "runtime.workingDir",
+        ),
     )
 
 
