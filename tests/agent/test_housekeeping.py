@@ -192,6 +192,20 @@ async def test_a_deleted_models_image_goes_when_its_last_request_has_ended(world
 
 @pytest.mark.root
 @pytest.mark.asyncio(loop_scope="session")
+async def test_a_deleted_model_keeps_its_image_and_says_so(world):
+    """What was deleted by mistake is back at once. Source: kubeai#406."""
+    await world.apply(world.manifest("back", seed=13))
+    await world.apply()
+    await world.until(lambda: not world.broker.instances, "the deleted model is gone")
+    await world.apply(world.manifest("back", seed=13))
+    told = [event async for event in world.agent.events.follow(follow=False) if event.name == "back"]
+    assert [event.reason for event in told].count("Publishing") == 1
+    assert "its image is kept until `omni prune`" in next(e.message for e in told if e.reason == "Removed")
+    assert await world.ask("back") == pytest.approx(world.answer(8, 13))
+
+
+@pytest.mark.root
+@pytest.mark.asyncio(loop_scope="session")
 async def test_models_come_up_while_everything_is_pruned_again_and_again(world):
     async def prune() -> None:
         while True:

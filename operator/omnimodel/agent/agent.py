@@ -243,7 +243,8 @@ class Agent:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
-        self.events.add("OmniModel", namespace, name, "Removed", "it is served here no more")
+        kept = "its image is kept until `omni prune`, or until the disk is short"
+        self.events.add("OmniModel", namespace, name, "Removed", f"it is served here no more; {kept}")
 
     async def _spawn(self, instance: Instance) -> ModelProcess:
         assert self._spawner is not None
