@@ -67,12 +67,15 @@ async def test_a_full_store_is_waited_out(world: World, agents: Agents, start_pr
     assert operator.starts == 2, "it is no crash loop"
     assert await operator.metric("omni_operator_leader") == 0
     assert (await operator.ask("/healthz"))[0] == 200
+    code, why = await operator.ask("/readyz")
+    assert (code, "database space exceeded; the API server's store is full: compact" in why) == (503, True), why
     assert conditions(world.see(MODELS, "a"))["Ready"] == ("True", "Serving"), "what serves, serves"
 
     await store.alarm("DEACTIVATE")
     await world.apply(model("b", world.namespace), model("a", world.namespace, flavour="after all"))
     await until(lambda: world.see(PROCESSES, "a")["spec"]["options"] == {"flavour": "after all"}, "the edit")
     await world.ready("a", "b")
+    assert (await operator.ask("/readyz"))[0] == 200
     assert operator.starts == 2
     assert world.see(PROCESSES, "a")["spec"]["pods"] == pods, "nothing has moved"
     assert world.see(PODS, "gpu-0")["metadata"]["uid"] == pod, "and no pod was made anew"

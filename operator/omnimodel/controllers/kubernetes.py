@@ -48,6 +48,8 @@ SWEEP_SECONDS = 300.0
 CANARY_SECONDS = 60.0
 WAIT_SECONDS = 5.0
 STOP_SECONDS = 5.0
+STORE_FULL = "database space exceeded"  # as etcd says it
+STORE_CURE = "the API server's store is full: compact and defragment etcd, or give it more room, and disarm its alarm"
 CANARY_LABELS = {POOL_LABEL: "", "omnimodel.io/canary": "true"}  # the first lets the watch of leases bring it
 
 
@@ -319,7 +321,13 @@ class Operator:
         return f"watches are dead: {', '.join(deaf)}" if deaf else ""
 
     def _why_not_ready(self) -> str:
-        return "" if self._synced.is_set() else f"waits for {self.waits_for}"
+        if not self._synced.is_set():
+            return f"waits for {self.waits_for}"
+        problem = self.election.problem
+        if not problem or self.election.leads:
+            return ""
+        cure = STORE_CURE if STORE_FULL in problem else "see the API server"
+        return f"cannot write, for its Lease is not to be had: {problem}; {cure}"
 
 
 def end_process() -> None:

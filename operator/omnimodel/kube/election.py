@@ -37,6 +37,8 @@ class Election:
         renew_seconds: the holder leads on for so long without having been able to renew; less than `lease_seconds`.
         retry_seconds: between renewals, and between looks at a lease that someone else holds.
         clock: monotonic.
+
+    `problem` is why the lease could not be asked for or renewed the last time; empty when it could.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Election:
         self._elected = asyncio.Event()
         self._seen: tuple[object, float] = (None, 0.0)  # holder and renewal as last seen, and since when
         self.holder = ""
+        self.problem = ""
 
     @property
     def leads(self) -> bool:
@@ -81,11 +84,13 @@ class Election:
                 async with asyncio.timeout(max(1.0, self._renew_seconds - self._retry_seconds)):
                     held = await self._try()
             except (KubeError, TimeoutError) as error:
-                log.warning("lease not reached name=%s error=%s", self._name, error or "timeout")
+                self.problem = str(error) or "the API server did not answer in time"
+                log.warning("lease not reached name=%s error=%s", self._name, self.problem)
                 held = False
                 if self._elected.is_set() and began - self._renewed < self._renew_seconds - self._retry_seconds:
                     held = True  # there is still time to try again
             else:
+                self.problem = ""
                 if held:
                     self._renewed = began
             if held and not self._elected.is_set():
