@@ -11,9 +11,9 @@ from aiohttp import web
 from cluster.connection import Connection
 from kube.agents import Agents
 from kube.proxy import Proxy, status
-from kube.world import World, is_ready, model, pool, until
+from kube.world import World, conditions, is_ready, model, pool, until
 from omnimodel.controllers import kubernetes_children, kubernetes_pods, kubernetes_reconcile
-from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind
+from omnimodel.kube import MODELS, NODES, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind
 
 NAMESPACES = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
 KINDS = (MODELS, POOLS, PROCESSES, PODS, STATEFUL_SETS)
@@ -39,15 +39,27 @@ async def on_a_node(world: World, agents: Agents, node: Any) -> str:
     return name
 
 
-@pytest.mark.parametrize("what", ["pod", "pool", "namespace"])
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        pytest.param("pod", "silent", id="pod"),
+        pytest.param("pool", "silent", id="pool"),
+        pytest.param("namespace", "silent", id="namespace"),
+        pytest.param("pod", "deleted", id="pod, its Node deleted"),
+        pytest.param("pool", "deleted", id="pool, its Node deleted"),
+    ],
+)
 async def test_deleting_finishes_although_the_node_is_dead(
-    world: World, agents: Agents, start, node: Any, hasty, what: str
+    world: World, agents: Agents, start, node: Any, hasty, what: str, left: str
 ) -> None:
     await start()
     name = await on_a_node(world, agents, node)
     uid = world.see(PODS, "gpu-0")["metadata"]["uid"]
     agents.silent.add("gpu-0")
-    await node.say(name, ready=False)
+    if left == "deleted":
+        await world.kube.delete(NODES, name)
+    else:
+        await node.say(name, ready=False)
     if what == "pod":
         await world.kube.delete(PODS, "gpu-0", world.namespace)
         agents.silent.clear()
@@ -65,6 +77,90 @@ async def test_deleting_finishes_although_the_node_is_dead(
             return await world.kube.get(NAMESPACES, world.namespace) is None
 
         await until(gone, "the namespace is gone", 90)
+
+
+async def test_what_never_served_is_deleted_like_what_does(world: World, agents: Agents, start) -> None:
+    """seldon#5043, seldon#4768: the finalizers of models that had failed or had no place were never taken off."""
+    await start()
+    agents.silent.add("away-0")
+    await world.apply(
+        pool("gpu", world.namespace),
+        model("large", world.namespace, resources={"deviceMemory": "8Gi"}),
+        model("poolless", world.namespace, pool="none"),
+        pool("away", world.namespace, pod={"nodeSelector": {"nowhere": "found"}}),
+        model("waits", world.namespace, pool="away"),
+        model("a", world.namespace),
+    )
+    await world.ready("a")
+    for name, reason in (("large", "TooLarge"), ("poolless", "PoolNotFound")):
+        stalled = ("True", reason)
+        await until(lambda name=name, s=stalled: conditions(world.see(MODELS, name)).get("Stalled") == s, reason)
+    await until(lambda: (world.see(PODS, "away-0") or {}).get("status", {}).get("phase") == "Pending", "no node has it")
+    await until(lambda: world.see(PROCESSES, "waits"), "it is assigned all the same")
+    for kind, name in ((MODELS, "large"), (MODELS, "poolless"), (POOLS, "away"), (MODELS, "waits")):
+        await world.kube.delete(kind, name, world.namespace)
+    await until(lambda: set(world.all(MODELS)) == set(world.all(PROCESSES)) == {"a"}, "the models and their processes")
+    await until(lambda: set(world.all(POOLS)) == set(world.all(STATEFUL_SETS)) == {"gpu"}, "the pool")
+    await until(lambda: set(world.all(PODS)) == {"gpu-0"}, "its pod")
+    await world.ready("a")
+
+
+@pytest.mark.slow
+async def test_deleted_by_force_in_each_phase_while_the_operator_is_restarted(
+    world: World, agents: Agents, proxy: Proxy, start_process
+) -> None:
+    """dask-kubernetes#810: handlers went on for what was gone, and long work began again from the top."""
+    asked: list[str] = []
+
+    async def note(request: web.Request) -> web.Response | None:
+        if request.query.get("watch") != "true":
+            asked.append(f"{request.method} {request.path}")
+        return None
+
+    operator = await start_process("one", proxy.kubeconfig)
+    loads: dict[str, set[str]] = {}
+
+    def load(key: tuple[str, str], _: object, item: Any) -> None:
+        if item is not None:
+            loads.setdefault(key[1], set()).add(item["metadata"]["uid"])
+
+    world.mirrors[PROCESSES]._on_change = load
+    agents.publishing.add("publishes")
+    gone = ("poolless", "publishes", "edited", "serves")
+    await world.apply(
+        pool("gpu", world.namespace),
+        model("poolless", world.namespace, pool="none"),
+        *(model(name, world.namespace) for name in (*gone[1:], "stays")),
+    )
+    await world.ready("edited", "serves", "stays")
+    await until(lambda: world.see(PROCESSES, "publishes"), "it is being loaded")
+    agents.held.clear()
+    await world.apply(model("edited", world.namespace, flavour="new"))
+
+    async def restart() -> None:
+        starts = operator.starts
+        operator.kill()
+        await until(lambda: operator.starts > starts, "it is started anew")
+
+    for name in gone:
+        operator.kill()
+        await world.kube.delete(MODELS, name, world.namespace, grace_seconds=0)
+        await restart()
+        await until(lambda name=name: not world.see(PROCESSES, name), "its process is gone")
+    agents.held.set()
+
+    async def leads() -> bool:
+        return await operator.metric("omni_operator_leader") == 1
+
+    await restart()
+    await until(leads, "it leads, and has seen everything")
+    proxy.before = note
+    await world.apply(model("stays", world.namespace, flavour="last"))
+    await world.ready("stays")
+    assert set(world.all(MODELS)) == set(world.all(PROCESSES)) == {"stays"}
+    assert {name: len(uids) for name, uids in loads.items()} == dict.fromkeys((*gone[1:], "stays"), 1), "no second load"
+    assert [call for call in asked if call.rpartition("/")[2] in gone] == []
+    assert len(asked) < 60, asked
 
 
 @pytest.mark.parametrize("cascade", ["foreground", "background"])
