@@ -27,6 +27,8 @@ class Watch:
 
     up: Up
     samples: int = 0
+    frozen_samples: int = 0
+    most_frozen_bytes: int = 0
     most_ledger_bytes: int = 0
     most_real_bytes: int = 0
     over: list[str] = field(default_factory=list)
@@ -50,30 +52,37 @@ class Watch:
         (pool,) = (item["status"] for item in self.up.client.objects("omnipools"))
         budget_bytes = pool["budgetBytes"]
         ledger_bytes = pool["residentBytes"] + pool["promisedBytes"] + pool["workingBytes"]
-        before = self._residents()
+        before, _ = self._holders()
         real_bytes = frame_bytes(self.up.process.pid)
         private = {name: private_bytes(pid) for name, (pid, _) in before.items()}
-        after = self._residents()
-        # Of those resident all along, each holds what it held when the frames were counted.
-        real_bytes += sum(held for name, held in private.items() if after.get(name) == before[name])
+        after, frozen = self._holders()
+        # Of those that were on the device all along, each holds what it held when the frames were counted.
+        held = {name: found for name, found in private.items() if after.get(name) == before[name]}
+        real_bytes += sum(held.values())
+        frozen_bytes = sum(held.get(name, 0) for name in frozen)
         self.samples += 1
+        self.frozen_samples += frozen_bytes > 0
+        self.most_frozen_bytes = max(self.most_frozen_bytes, frozen_bytes)
         self.most_ledger_bytes = max(self.most_ledger_bytes, ledger_bytes)
         self.most_real_bytes = max(self.most_real_bytes, real_bytes)
         if max(ledger_bytes, real_bytes) > budget_bytes:
             self.over.append(f"ledger {ledger_bytes}, real {real_bytes}, budget {budget_bytes}: {private}")
 
-    def _residents(self) -> dict[str, tuple[int, int]]:
-        """Process and number of wakes of each resident model."""
-        return {
-            item["metadata"]["name"]: (entry["pid"], entry["wakes"])
-            for item in self.up.client.objects("omnimodels")
-            for entry in resident(item["status"])
-        }
+    def _holders(self) -> tuple[dict[str, tuple[int, int]], set[str]]:
+        """Process and number of wakes of each model that holds working memory, and which of them are frozen."""
+        found, stopped = {}, set()
+        for item in self.up.client.objects("omnimodels"):
+            name = item["metadata"]["name"]
+            for entry in item["status"].get("residency", ()):
+                if entry["tier"] == "resident" or frozen(entry):
+                    found[name] = (entry["pid"], entry["wakes"])
+                    stopped |= {name} if frozen(entry) else set()
+        return found, stopped
 
 
-def resident(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where a model is resident."""
-    return [entry for entry in status.get("residency", ()) if entry["tier"] == "resident"]
+def frozen(entry: Mapping[str, Any]) -> bool:
+    """Whether a model is off the device but for the working memory of requests that go on after its next wake."""
+    return entry["tier"] == "warm" and entry["inFlight"] > 0 and entry["deviceBytes"] > 0
 
 
 def frame_bytes(pid: int) -> int:

@@ -188,14 +188,18 @@ def test_a_stream_is_frozen_for_another_model_and_loses_nothing(catalogue: Catal
     until(lambda: len(came) > 5 or not streaming.is_alive(), "the first tokens")
     probe = MODELS["whisper-tiny"]["spec"]["probe"]
     asked = probes.request(addressed(probe, "whisper-tiny"))
-    answer = catalogue.up.client.request(asked.method, asked.path, asked.body, asked.headers, DEADLINE_SECONDS)
-    answered = time.monotonic()
-    streaming.join(DEADLINE_SECONDS)
+    with Watch(catalogue.up) as watch:
+        answer = catalogue.up.client.request(asked.method, asked.path, asked.body, asked.headers, DEADLINE_SECONDS)
+        answered = time.monotonic()
+        streaming.join(DEADLINE_SECONDS)
     assert probes.failures(probe, answer.status, answer.headers, answer.body) == []
     assert "".join(text for _, text in came) == expected
     assert came[-1][0] > answered, "the other model's answer came in the middle of the stream"
     assert freezes(catalogue.up) > before
     assert catalogue.up.events(name=CHAT, reason="Frozen")
+    assert watch.over == []
+    assert watch.frozen_samples > 0, "what was frozen is seen, too"
+    assert watch.most_frozen_bytes > 16 << 20, "a chat of some length, and all that its process has for itself"
 
 
 def listen(up: Up, tokens: int, came: list[tuple[float, str]]) -> None:
