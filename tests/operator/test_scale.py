@@ -18,6 +18,8 @@ from omnimodel.kube import MODELS, PROCESSES
 
 MODELS_IN_ALL = int(os.environ.get("OMNI_TEST_MODELS", "120"))
 QUIET_SECONDS = 10.0
+CALLS_PER_MODEL = 6
+OPERATOR_MIB = 100 + MODELS_IN_ALL / 10  # the interpreter with its libraries, and what is kept of each model
 POOLS_IN_ALL = max(2, MODELS_IN_ALL // 50)
 
 
@@ -96,10 +98,15 @@ async def test_many_models_converge_with_few_calls_and_then_it_is_quiet(
         "edit_seconds_median": round(statistics.median(seconds), 3),
         "steady_calls_per_minute": steady * 60 / QUIET_SECONDS,
         "operator_mib": round(resident_bytes(operator.pid) / (1 << 20)),
+        "rounds_per_model": round(
+            await operator.metric("omni_operator_reconcile_seconds_count", kind="model") / MODELS_IN_ALL, 2
+        ),
         "reconcile_seconds_in_all": round(await operator.metric("omni_operator_reconcile_seconds_sum"), 1),
     }
     record(figures)
-    assert spent / MODELS_IN_ALL < 6
+    assert spent / MODELS_IN_ALL < CALLS_PER_MODEL
+    assert figures["operator_mib"] < OPERATOR_MIB
+    assert figures["rounds_per_model"] >= 1
     assert steady <= 2
     assert world.see(MODELS, names[-1])["metadata"]["resourceVersion"] == marker
     assert all(is_ready(world.see(MODELS, name)) for name in names)
