@@ -180,6 +180,21 @@ async def test_events_are_for_people_and_not_one_for_each_swap(catalogue: Catalo
     assert refused["type"] == "Warning"
 
 
+async def test_what_happened_before_the_api_server_was_heard_is_told_too(
+    catalogue: Catalogue, start, kube: Kube
+) -> None:
+    """An agent that goes on with its models says so before it hears from the API server whose they are."""
+    await catalogue.assign(await catalogue.model("m"), POD)
+    agent = StandInAgent()
+    agent.events.add("OmniModel", catalogue.namespace, "m", "Adopted", "goes on")
+    await start(agent=agent)
+
+    async def told() -> list[dict]:
+        return list((await kube.list(EVENTS, catalogue.namespace)).items)
+
+    await eventually(lambda: _with(told, "Adopted"), "the event")
+
+
 async def _with(told, reason: str) -> list[dict]:
     found = await told()
     return found if any(event["reason"] == reason for event in found) else []

@@ -126,7 +126,6 @@ class PodController:
     async def run(self) -> None:
         """Reconcile until cancelled. Nothing that the API server does or does not do ends it."""
         await self._apply_kept()
-        recorder = Recorder(self._kube, "omni-agent", self.pod.name, clock=self._clock)
         async with asyncio.TaskGroup() as tasks:
             for mirror in [self._pools, *self._processes]:
                 tasks.create_task(mirror.run())
@@ -137,10 +136,13 @@ class PodController:
             tasks.create_task(beating, name="heartbeat")
             tasks.create_task(self.writer.run(heard), name="status")
             tasks.create_task(self._sweep(), name="sweep")
-            tasks.create_task(
-                tell_events(recorder, self._agent.events.follow(follow=True), self._uid, clock=self._clock),
-                name="events",
-            )
+            tasks.create_task(self._tell_events(), name="events")
+
+    async def _tell_events(self) -> None:
+        """Tell people what happened, also before the API server has said what it happened to."""
+        await asyncio.gather(*(mirror.wait_synced() for mirror in [self._pools, *self._processes]))
+        recorder = Recorder(self._kube, "omni-agent", self.pod.name, clock=self._clock)
+        await tell_events(recorder, self._agent.events.follow(follow=True), self._uid, clock=self._clock)
 
     async def _apply_kept(self) -> None:
         """Begin with what an earlier run was told: the API server may be away."""
