@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 MINUTES = "--timeout=240s"
 READY_SECONDS = 240.0
 VOLUME = "weights"
+NOT_OURS_TO_END = ("events", "customresourcedefinitions")
+OF_EVERY_NAMESPACE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,17 @@ def repository(image: str) -> dict[str, str]:
     return {"repository": name, "tag": tag}
 
 
-def values_of(images: Images) -> dict[str, Any]:
-    """The chart's values for a test cluster: its images, and a port of the node for the gateway."""
+def values_of(images: Images, system: str, pods: str) -> dict[str, Any]:
+    """The chart's values for a test cluster: its images, a port of the node for the gateway, and no other namespaces."""
     return {
+        "namespaces": [system, pods],
         "images": {
             "operator": repository(images.operator),
             "agent": repository(images.agent),
             "pullPolicy": "Never",
         },
         "crds": {"install": False},
-        "agent": {"namespaces": [PODS]},
+        "agent": {"namespaces": [pods]},
         "gateway": {"drainSeconds": 5, "service": {"type": "NodePort"}},
     }
 
@@ -69,32 +73,50 @@ class Installation:
         cluster: that it is installed in.
         images: of operator and agent.
         folder: of the node; it is the volume of every pool.
+        release: its name.
+        namespaces: of the release, and of its pools and models.
     """
 
-    def __init__(self, cluster: Connection, images: Images, folder: Path) -> None:
+    def __init__(
+        self,
+        cluster: Connection,
+        images: Images,
+        folder: Path,
+        release: str = RELEASE,
+        namespaces: tuple[str, str] = (SYSTEM, PODS),
+    ) -> None:
         self.cluster = cluster
         self.images = images
         self.folder = folder
+        self.release = release
+        self.system, self.pods = namespaces
         self.host = ""
         self.port = 0
 
     def install(self) -> None:
         """`helm install`, and wait until it serves."""
-        for name, labels in ((SYSTEM, RESTRICTED), (PODS, {})):
+        for name, labels in ((self.system, RESTRICTED), (self.pods, {})):
             metadata = {"name": name, "labels": labels}
             self.cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
-        values = options(values_of(self.images))
-        self.cluster.helm("install", RELEASE, str(CHART), "-n", SYSTEM, "--wait", MINUTES, *values)
-        service = self.cluster.get("service", f"{RELEASE}-gateway", "-n", SYSTEM)
+        values = options(values_of(self.images, self.system, self.pods))
+        self.cluster.helm("install", self.release, str(CHART), "-n", self.system, "--wait", MINUTES, *values)
+        service = self.cluster.get("service", f"{self.release}-gateway", "-n", self.system)
         self.port = next(port["nodePort"] for port in service["spec"]["ports"] if port["name"] == "http")
         addresses = self.cluster.get("nodes")["items"][0]["status"]["addresses"]
         self.host = next(one["address"] for one in addresses if one["type"] == "InternalIP")
 
     def uninstall(self) -> None:
         """Pools first: their pods need the service account of the chart."""
-        self.cluster.kubectl("delete", "omnimodels,omnipools", "--all", "-n", PODS, "--wait", MINUTES)
-        self.cluster.helm("uninstall", RELEASE, "-n", SYSTEM, "--wait", MINUTES)
-        self.cluster.kubectl("delete", "namespace", SYSTEM, PODS, "--wait", MINUTES)
+        self.cluster.kubectl("delete", "omnimodels,omnipools", "--all", "-n", self.pods, "--wait", MINUTES)
+        self.cluster.helm("uninstall", self.release, "-n", self.system, "--wait", MINUTES)
+
+        def left() -> list[str]:
+            return remains(self.cluster, self.release, self.system, self.pods)
+
+        with suppress(AssertionError):  # what ends by itself may take a moment
+            self.until(lambda: not left(), "everything to be gone", 60)
+        assert left() == []
+        self.cluster.kubectl("delete", "namespace", self.system, self.pods, "--wait", MINUTES)
 
     @contextmanager
     def pool(self, name: str, **spec: Any) -> Iterator[str]:
@@ -130,26 +152,26 @@ class Installation:
 
     def apply(self, kind: str, name: str, spec: Mapping[str, Any]) -> None:
         """An object of ours among the pods."""
-        metadata = {"name": name, "namespace": PODS}
+        metadata = {"name": name, "namespace": self.pods}
         self.cluster.apply({"apiVersion": API_VERSION, "kind": kind, "metadata": metadata, "spec": spec})
 
     def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> None:
         """`kubectl patch --type merge`."""
-        self.cluster.kubectl("patch", kind, name, "-n", PODS, "--type=merge", "-p", json.dumps(change))
+        self.cluster.kubectl("patch", kind, name, "-n", self.pods, "--type=merge", "-p", json.dumps(change))
 
     def delete(self, kind: str, name: str) -> None:
         """Delete an object of ours and wait until it is gone."""
-        self.cluster.kubectl("delete", kind, name, "-n", PODS, "--ignore-not-found", "--wait", MINUTES)
+        self.cluster.kubectl("delete", kind, name, "-n", self.pods, "--ignore-not-found", "--wait", MINUTES)
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         """An object among the pods; empty when there is none."""
-        found = self.cluster.kubectl("get", kind, name, "-n", PODS, "-o", "json", "--ignore-not-found")
+        found = self.cluster.kubectl("get", kind, name, "-n", self.pods, "-o", "json", "--ignore-not-found")
         return dict(json.loads(found)) if found else {}
 
     def wait_ready(self, *models: str) -> None:
         """`kubectl wait --for=condition=Ready` for models."""
         names = [f"omnimodel/{name}" for name in models]
-        self.cluster.kubectl("wait", *names, "--for=condition=Ready", "-n", PODS, MINUTES)
+        self.cluster.kubectl("wait", *names, "--for=condition=Ready", "-n", self.pods, MINUTES)
 
     def wait_pod(self, pod: str, *, other_than: str = "") -> dict[str, Any]:
         """A pod that the kubelet calls Ready.
@@ -198,11 +220,11 @@ class Installation:
 
     def report(self, pod: str) -> dict[str, Any]:
         """What an agent says of itself, past operator and gateway."""
-        return report(self.cluster, PODS, pod)
+        return report(self.cluster, self.pods, pod)
 
     def pid(self, model: str, pod: str) -> int:
         """The model's process, as the pod numbers it; 0 for none."""
-        process = self.report(pod)["models"][f"{PODS}/{model}"]["process"]
+        process = self.report(pod)["models"][f"{self.pods}/{model}"]["process"]
         return int(process["pid"]) if process else 0
 
     def entry(self, model: str, pod: str) -> dict[str, Any]:
@@ -210,15 +232,39 @@ class Installation:
         entries = self.get("omnimodel", model).get("status", {}).get("residency", [])
         return next((dict(entry) for entry in entries if entry["pod"] == pod), {})
 
+    def events(self, model: str) -> list[tuple[str, str]]:
+        """Reason and message of what happened to a model, at the end of `kubectl describe`."""
+        table = self.cluster.kubectl("describe", "omnimodel", model, "-n", self.pods).partition("\nEvents:")[2]
+        rows = [re.split(r"\s{2,}", line.strip(), maxsplit=4) for line in table.splitlines()]
+        return [(row[1], row[4]) for row in rows if len(row) == 5 and row[0] in {"Normal", "Warning"}]
+
     def shell(self, pod: str, script: str) -> str:
         """What a shell script prints in an agent's container."""
-        return self.cluster.kubectl("exec", pod, "-n", PODS, "-c", "agent", "--", "sh", "-c", script)
+        return self.cluster.kubectl("exec", pod, "-n", self.pods, "-c", "agent", "--", "sh", "-c", script)
 
     def omni(self, *arguments: str) -> str:
         """`kubectl omni …`, against this cluster."""
         plugin = Path(sys.executable).parent / "kubectl-omni"
-        command = [str(plugin), "--kubeconfig", str(self.cluster.kubeconfig), "-n", PODS, *arguments]
+        command = [str(plugin), "--kubeconfig", str(self.cluster.kubeconfig), "-n", self.pods, *arguments]
         return self.cluster._run(command)
+
+
+def remains(cluster: Connection, release: str, *namespaces: str) -> list[str]:
+    """What is left of a release and its pools, besides the definitions, which stay.
+
+    Args:
+        namespaces: that nothing else was in; everywhere else its objects are told by their label.
+    """
+    kinds = {True: "", False: ""}  # those of namespaces, and those of the whole cluster
+    for namespaced in kinds:
+        known = cluster.kubectl("api-resources", "--verbs=list", f"--namespaced={namespaced}".lower(), "-o", "name")
+        kinds[namespaced] = ",".join(kind for kind in known.split() if not kind.startswith(NOT_OURS_TO_END))
+    labelled = ("-o", "name", "-l", f"app.kubernetes.io/instance={release}")
+    found = cluster.kubectl("get", kinds[False], *labelled).splitlines()
+    found += cluster.kubectl("get", kinds[True], "-A", *labelled).splitlines()
+    for namespace in namespaces:
+        found += cluster.kubectl("get", kinds[True], "-n", namespace, "-o", "name").splitlines()
+    return sorted({*found} - OF_EVERY_NAMESPACE)
 
 
 def condition(item: Mapping[str, Any], kind: str) -> str:

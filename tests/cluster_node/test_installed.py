@@ -46,6 +46,15 @@ def test_the_plugin_reaches_the_gateway_through_the_api_server(installation: Ins
     assert first in installation.omni("get", "models")
 
 
+def test_the_plugin_steers_the_agents_of_the_cluster(installation: Installation, first: str) -> None:
+    assert installation.ask(first).values == ANSWER
+    assert f"{first} is warm" in installation.omni("evict", first)
+    assert f"{first} is resident" in installation.omni("wake", first)
+    assert "asked" in installation.omni("logs", first)
+    row = next(line for line in installation.omni("top", "--once").splitlines() if first in line)
+    assert "resident" in row.split()
+
+
 def test_a_deleted_model_is_gone_and_answers_no_more(installation: Installation, pool: str) -> None:
     with installation.model(linear("third", pool, shift=1.0)) as name:
         installation.wait_ready(name)

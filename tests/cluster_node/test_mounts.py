@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster_node.installation import PODS, VOLUME, Installation
+from cluster_node.installation import MINUTES, PODS, VOLUME, Installation
 from cluster_node.models import code, prober, said
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,20 +27,39 @@ MOUNTS = [
     {"name": "scratch", "source": {"empty": {"size": "8Mi"}}, "path": "/scratch"},
     {"name": "labels", "source": {"files": {"labels.txt": "cat"}}, "path": "/labels"},
 ]
+# At level landlock nothing can be mounted: variables of the manifest are told where the files are instead.
+PLACES = {f"{mount['name'].upper()}_PLACE": mount["path"] for mount in MOUNTS}
 READ = """
 import os
-answer = {path: open(path).read() for path in (
-    "/secrets/hub/token", "/settings/mode", "/voices/one.txt", "/labels/labels.txt")}
+answer = {name: open(os.path.join(os.environ[name + "_PLACE"], file)).read() for name, file in (
+    ("SECRET", "token"), ("SETTINGS", "mode"), ("VOICES", "one.txt"), ("LABELS", "labels.txt"))}
 """
 WRITE = """
+import os
 def tried(path):
     try:
         return open(path, "w").write("hello")
     except OSError as error:
         return error.strerror
-answer = {path: tried(f"{path}/x") for path in (
-    "/secrets/hub", "/settings", "/voices", "/labels", "/notes", "/scratch")}
+answer = {name: tried(os.environ[name + "_PLACE"] + "/x") for name in (
+    "SECRET", "SETTINGS", "VOICES", "LABELS", "NOTES", "SCRATCH")}
 """
+ABOVE = """
+import os
+def tried(what):
+    try:
+        return what()
+    except OSError as error:
+        return error.strerror
+voices = os.environ["VOICES_PLACE"]
+answer = [
+    sorted(os.listdir(voices)),
+    tried(lambda: os.listdir("/volumes/claim")),
+    tried(lambda: open(voices + "/../other.txt").read()),
+]
+"""
+LEVELS = {"namespaces": "Read-only file system", "landlock": "Permission denied"}  # and how a write is refused
+at_each_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def secret(token: str) -> dict[str, Any]:
@@ -53,7 +73,7 @@ def secret(token: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def claim(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def claim(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder behind a persistent volume claim."""
     folder = tmp_path_factory.mktemp("claim")
     for path in (folder, folder / "voices", folder / "voices" / "en", folder / "notes"):
@@ -82,58 +102,83 @@ def claim(installation: Installation, tmp_path_factory: pytest.TempPathFactory) 
         },
         secret("first"),
     )
-    return folder
+    yield folder
+    made = ("pvc/voices", "configmap/settings", "secret/hub")
+    installation.cluster.kubectl("delete", *made, "-n", PODS, "--wait", MINUTES)
+    installation.cluster.kubectl("delete", "pv", "voices", "--wait", MINUTES)
 
 
 @pytest.fixture(scope="module")
-def reader(installation: Installation, claim: Path) -> Iterator[str]:
-    """A model with everything mounted, in a pool whose pods may mount."""
+def readers(installation: Installation, claim: Path) -> Iterator[dict[str, str]]:
+    """At each level a model with everything mounted: in pods that may mount, and in those that a pool has by default."""
     del claim  # made by now
     volumes = [
         {"name": VOLUME, "path": str(installation.folder)},
         {"name": "claim", "persistentVolumeClaim": {"claimName": "voices"}, "readOnly": False},
     ]
+    runtime = {"env": PLACES}
     with (
-        installation.pool("rooms", isolation={"level": "namespaces"}, volumes=volumes) as pool,
-        installation.model(prober("reader", pool, mounts=MOUNTS)) as name,
+        installation.pool("rooms", isolation={"level": "namespaces"}, volumes=volumes) as rooms,
+        installation.pool("open", volumes=volumes) as plain,
+        installation.model(prober("in-rooms", rooms, mounts=MOUNTS, runtime=runtime)) as first,
+        installation.model(prober("in-open", plain, mounts=MOUNTS, runtime=runtime)) as second,
     ):
-        installation.wait_ready(name)
-        yield name
+        installation.wait_ready(first, second)
+        levels = {name: installation.get("omnipool", name)["status"]["isolation"]["level"] for name in (rooms, plain)}
+        assert levels == {rooms: "namespaces", plain: "landlock"}
+        yield {"namespaces": first, "landlock": second}
 
 
-def test_everything_is_at_its_path(installation: Installation, reader: str) -> None:
-    assert said(installation.ask(reader, code(READ)).values) == {
-        "/secrets/hub/token": "first",
-        "/settings/mode": "fast",
-        "/voices/one.txt": "voice",
-        "/labels/labels.txt": "cat",
+@at_each_level
+def test_everything_can_be_read(installation: Installation, readers: dict[str, str], level: str) -> None:
+    assert said(installation.ask(readers[level], code(READ)).values) == {
+        "SECRET": "first",
+        "SETTINGS": "fast",
+        "VOICES": "voice",
+        "LABELS": "cat",
     }
 
 
-def test_of_a_volume_it_sees_the_sub_path_and_nothing_above(installation: Installation, reader: str) -> None:
-    listed = "import os; answer = [sorted(os.listdir('/voices')), os.path.exists('/volumes')]"
-    assert said(installation.ask(reader, code(listed)).values) == [["one.txt"], False]
+def test_where_mounts_are_possible_everything_is_at_its_path(
+    installation: Installation, readers: dict[str, str]
+) -> None:
+    told = f"import os; answer = {{name: os.environ[name] for name in {sorted(PLACES)}}}"
+    assert said(installation.ask(readers["namespaces"], code(told)).values) == PLACES
 
 
-def test_it_writes_where_it_may_and_nowhere_else(installation: Installation, reader: str, claim: Path) -> None:
-    refused = "Read-only file system"
-    assert said(installation.ask(reader, code(WRITE)).values) == {
-        "/secrets/hub": refused,
-        "/settings": refused,
-        "/voices": refused,
-        "/labels": refused,
-        "/notes": 5,
-        "/scratch": 5,
+@at_each_level
+def test_of_a_volume_it_sees_the_sub_path_and_nothing_above(
+    installation: Installation, readers: dict[str, str], level: str
+) -> None:
+    listed, above, beside = said(installation.ask(readers[level], code(ABOVE)).values)
+    assert listed == ["one.txt"]
+    assert {above, beside} <= {"No such file or directory", "Permission denied"}
+
+
+@at_each_level
+def test_it_writes_where_it_may_and_nowhere_else(
+    installation: Installation, readers: dict[str, str], level: str, claim: Path
+) -> None:
+    (claim / "notes" / "x").unlink(missing_ok=True)
+    refused = LEVELS[level]
+    assert said(installation.ask(readers[level], code(WRITE)).values) == {
+        "SECRET": refused,
+        "SETTINGS": refused,
+        "VOICES": refused,
+        "LABELS": refused,
+        "NOTES": 5,
+        "SCRATCH": 5,
     }
     assert (claim / "notes" / "x").read_text() == "hello"
 
 
-def test_a_secret_that_is_changed_reaches_the_model(installation: Installation, reader: str) -> None:
-    question = code("answer = open('/secrets/hub/token').read()")
+def test_a_secret_that_is_changed_reaches_the_models(installation: Installation, readers: dict[str, str]) -> None:
+    question = code("import os; answer = open(os.environ['SECRET_PLACE'] + '/token').read()")
     installation.cluster.apply(secret("second"))
 
-    def has_changed() -> bool:
-        answer = installation.ask(reader, question)
+    def has_changed(model: str) -> bool:
+        answer = installation.ask(model, question)
         return answer.status == 200 and said(answer.values) == "second"
 
-    installation.until(has_changed, "the new token", 120)
+    for model in readers.values():
+        installation.until(partial(has_changed, model), "the new token", 120)
