@@ -104,7 +104,7 @@ def test_yaml_is_the_same_objects(system: Running, kind: str) -> None:
 )
 def test_columns(system: Running, kind: str, head: str, row: str, more: str, more_of_row: str) -> None:
     """Columns are three spaces apart; a space within one is written as _ here."""
-    changing = {"processes": {"AGE": r"\d+(\.\d+)?_m?s|0_s", "HASH": "[0-9a-f]{12}"}}.get(kind, {})
+    changing = {"processes": {"AGE": r"\d+(\.\d+)?(_ms|_s|m|h|d)", "HASH": "[0-9a-f]{12}"}}.get(kind, {})
     for form, heads, values in (([], head, row), (["-o", "wide"], f"{head} {more}", f"{row} {more_of_row}")):
         first, *rows = table(system.omni("get", kind, *form).stdout)
         assert first == heads.split()
