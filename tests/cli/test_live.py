@@ -12,8 +12,12 @@ from rich.console import Console
 
 from omnimodel.cli import live, output
 
+ROOT = Path(__file__).parents[2]
 
-def item(name: str, *, ready: str = "True", reason: str = "Serving", message: str = "", **entry: Any) -> dict[str, Any]:
+
+def item(
+    name: str, *, ready: str = "True", reason: str = "Serving", message: str = "", mib: float = 257.0, **entry: Any
+) -> dict[str, Any]:
     conditions = [{"type": "Ready", "status": ready, "reason": reason, "message": message}]
     if ready == "Unknown":
         conditions.append({"type": "Reconciling", "status": "True"})
@@ -23,7 +27,7 @@ def item(name: str, *, ready: str = "True", reason: str = "Serving", message: st
         "status": {
             "conditions": conditions,
             "residency": [{"tier": "cold", **entry}],
-            "footprint": {"weightsBytes": 257 << 20},
+            "footprint": {"weightsBytes": mib * (1 << 20)},
         },
     }
 
@@ -137,3 +141,26 @@ def test_age_of_a_time() -> None:
     assert output.age("2026-11-29T12:00:00Z", 1795953605.0) == "5.0 s"
     assert output.age("", 0.0) == "-"
     assert output.age("2026-11-29T12:00:00Z", 0.0) == "0 s", "a clock that is behind is no reason to show nonsense"
+
+
+def test_the_picture_of_the_readme_is_what_a_terminal_shows() -> None:
+    models = [
+        item("crepe", mib=84.9, tier="warm", requests=3, lastWakeSeconds=0.009),
+        item("efficientnet-lite0", mib=17.9, tier="resident", requests=5, lastWakeSeconds=0.003),
+        item("minilm", mib=86.1, tier="warm", requests=12, lastWakeSeconds=0.005),
+        item("nanoguard", ready="Unknown", mib=0, phase="publishing", progress=0.47),
+        item("silero-vad", mib=1.2, tier="resident", requests=8, lastWakeSeconds=0.002),
+        item("smollm2", tier="resident", requests=41, inFlight=2, lastWakeSeconds=0.021),
+        item("whisper-tiny", mib=144, tier="warm", requests=2, lastWakeSeconds=0.013),
+        item("wordllama", mib=15.6),
+    ]
+    status = {**POOL["status"], "budgetBytes": 576 << 20, "freeBytes": 101 << 20, "overcommitRatio": 4.31}
+    error = {
+        "message": "examples/catalog/new.yaml:9: OmniModel default/new: spec.residency.idleAfter: '0s': 0s is not a "
+        "lifetime; did you mean never? Else write a duration such as 5m"
+    }
+    stream = io.StringIO()
+    console = Console(file=stream, width=120, force_terminal=True, color_system="standard", no_color=False)
+    console.print(live.screen(models, [{**POOL, "status": status}], [error]))
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+    assert "\n".join(["```", *lines, "```"]) in (ROOT / "README.md").read_text("utf-8")
