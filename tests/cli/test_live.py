@@ -43,7 +43,7 @@ POOL = {
 
 def shown(models: list[dict[str, Any]], errors: list[Any] | None = None, rows: int | None = None) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=140).print(live.screen(models, [POOL], errors or [], rows=rows))
+    Console(file=stream, width=140, no_color=False).print(live.screen(models, [POOL], errors or [], rows=rows))
     return stream.getvalue()
 
 
