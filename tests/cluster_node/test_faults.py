@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from functools import partial
 import pytest
 
 from cluster.cluster import Cluster
+from cluster.connection import ClusterError
 from cluster_node.installation import MINUTES, PODS, SYSTEM, Installation, condition, whole_condition
 from cluster_node.load import Load
 from cluster_node.models import ANSWER, code, linear, prober, said
+from cluster_node.reports import report_past_kubelet
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(900)]
 BOTH = ("twin-0", "twin-1")
@@ -22,6 +25,7 @@ START = """
 import subprocess, sys
 answer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
 """
+KILLED = ["--grace-period=0", "--force"]
 GREED = "HELD.append(b'x' * (512 << 20)); import time; time.sleep(60); answer = len(HELD)"
 
 
@@ -57,6 +61,13 @@ def restarts(installation: Installation, pod: str) -> int:
 
 def kill(installation: Installation, pod: str, pid: str | int) -> None:
     installation.shell(pod, f"kill -9 {pid}")
+
+
+def evict(installation: Installation, pod: str) -> None:
+    """As `kubectl drain` asks for it."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": PODS}}
+    path = f"/api/v1/namespaces/{PODS}/pods/{pod}/eviction"
+    installation.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 # Processes
@@ -98,6 +109,7 @@ def test_an_agent_that_is_killed_is_back_in_its_pod_and_goes_on_with_its_models(
     assert model() == known
     installation.until(lambda: told() == known[1:], "the entry")
     assert restarts(installation, "default-0") == before
+    installation.until(lambda: "Adopted" in [reason for reason, _ in installation.events(first)], "the event", 60)
 
 
 def test_what_a_model_started_ends_with_it_also_after_its_agent_was_killed(
@@ -135,6 +147,36 @@ def test_a_model_over_its_memory_is_ended_alone(installation: Installation, firs
     assert installation.pid(first, "default-0") == neighbour
 
 
+def test_an_edited_model_takes_over_and_a_broken_one_does_not_and_no_request_fails(
+    installation: Installation, pool: str
+) -> None:
+    manifest = linear("edited", pool)
+    ((file, good),) = manifest["spec"]["runtime"]["handler"]["files"].items()
+
+    def edit(code: str) -> None:
+        installation.patch("omnimodel", "edited", {"spec": {"runtime": {"handler": {"files": {file: code}}}}})
+
+    def is_served(condition_type: str) -> bool:
+        found = installation.get("omnimodel", "edited")
+        newest = found["status"].get("observedGeneration") == found["metadata"]["generation"]
+        return newest and condition(found, condition_type) == "True"
+
+    with installation.model(manifest) as name:
+        installation.wait_ready(name)
+        before = installation.pid(name, "default-0")
+        with Load(partial(installation.ask, name), ANSWER) as load:
+            edit(f"{good}\n# edited\n")
+            installation.until(lambda: is_served("Ready") and installation.pid(name, "default-0") != before, "the edit")
+            load.more(20)
+            edited = installation.pid(name, "default-0")
+            edit(good.replace("return torch.nn.Linear(4, 2)", "raise RuntimeError('broken')"))
+            installation.until(lambda: is_served("Stalled"), "the condition")
+            load.more(20)
+        assert load.failures == []
+        assert installation.pid(name, "default-0") == edited
+        assert "broken" in str(whole_condition(installation.get("omnimodel", name), "Stalled"))
+
+
 # Pods
 
 
@@ -147,7 +189,29 @@ def test_a_deleted_pod_of_two_fails_no_request(installation: Installation, both:
     assert load.failures == []
 
 
-@pytest.mark.parametrize("how", [[], ["--grace-period=0", "--force"]], ids=["deleted", "killed"])
+def test_a_pod_of_two_that_is_killed_fails_at_most_what_it_was_at(installation: Installation, both: str) -> None:
+    uid = installation.get("pod", "twin-0")["metadata"]["uid"]
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        installation.cluster.kubectl("delete", "pod", "twin-0", "-n", PODS, *KILLED)
+        installation.wait_pod("twin-0", other_than=uid)
+        load.more(20)
+    assert len(load.failures) <= len(load.clients)
+    on_both(installation, both)
+
+
+def test_of_two_pods_one_is_evicted_at_a_time_and_no_request_fails(installation: Installation, both: str) -> None:
+    uid = installation.wait_pod("twin-0")["metadata"]["uid"]
+    with Load(partial(installation.ask, both), ANSWER) as load:
+        evict(installation, "twin-0")
+        with pytest.raises(ClusterError, match="disruption budget"):
+            evict(installation, "twin-1")
+        installation.wait_pod("twin-0", other_than=uid)
+        load.more(20)
+    assert load.failures == []
+    on_both(installation, both)
+
+
+@pytest.mark.parametrize("how", [[], KILLED], ids=["deleted", "killed"])
 def test_a_gateway_that_goes_fails_at_most_what_it_was_at(
     installation: Installation, both: str, how: list[str]
 ) -> None:
@@ -230,7 +294,7 @@ def test_when_the_kubelet_is_silent_models_run_on_and_are_reached_again_with_it(
     try:
         installation.until(lambda: condition(cluster.get("node", "node1"), "Ready") == "Unknown", "its silence", 120)
         installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") != "True", "the pool")
-        assert installation.report("twin-0")["models"][f"{PODS}/{both}"]["ready"]
+        assert report_past_kubelet(cluster, PODS, "twin-0")["models"][f"{PODS}/{both}"]["ready"]
     finally:
         os.kill(kubelet, signal.SIGCONT)
     installation.until(lambda: installation.ask(both).values == ANSWER, "an answer", 60)

@@ -96,7 +96,8 @@ REFUSED = {
 }
 
 
-TRIED = ("as-made", "plain", "restricted", "privileged")  # each its own way into a sandbox
+# Each its own way into a sandbox.
+TRIED = ("as-made", "plain", "restricted", "restricted-unconfined", "sys-admin", "privileged", "free-users")
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.security.name) for row in TABLE])
