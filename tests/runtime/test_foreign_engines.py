@@ -12,9 +12,9 @@ import pytest
 
 from omnimodel.errors import ImageError, OmniError
 from omnimodel.protocol.process import Evict, Start, Wake
-from omnimodel.runtime.engines import Setting, create
+from omnimodel.runtime.engines import Setting, create, llamacpp
 from omnimodel.runtime.engines.foreign import ForeignEngine
-from omnimodel.runtime.engines.llamacpp import FIELDS, command_line, follows
+from omnimodel.runtime.engines.llamacpp import FIELDS, PROGRAM, PROGRAM_WITHOUT_TILES, command_line, follows
 from runtime.children import CommandFailed, exists, spec, until
 from runtime.test_llama_gguf import write
 
@@ -171,12 +171,14 @@ def setting(folder, **more):
     return Setting(spec("llm", engine="llamacpp", task="text-generation", **more), folder, 0, 0, "host", 2)
 
 
-def test_the_llamacpp_server_is_started_on_the_only_gguf_file(tmp_path):
+@pytest.mark.parametrize(("tiles", "server"), [(False, PROGRAM), (True, PROGRAM_WITHOUT_TILES)])
+def test_the_llamacpp_server_is_started_on_the_only_gguf_file(tmp_path, monkeypatch, tiles, server):
+    monkeypatch.setattr(llamacpp, "multiplies_tiles", lambda: tiles)
     (tmp_path / "deep").mkdir()
     model = tmp_path / "deep" / "model.gguf"
     model.touch()
     argv = command_line(setting(tmp_path, options={"contextTokens": 512}, args=["--n_batch", "64"]), 4711)
-    assert argv[1:7] == ["-m", "llama_cpp.server", "--model", str(model), "--model_alias", "llm"]
+    assert argv[1:7] == [*server, "--model", str(model), "--model_alias", "llm"]
     assert argv[argv.index("--port") + 1] == "4711"
     assert argv[argv.index("--n_ctx") + 1] == "512"
     assert argv[argv.index("--n_threads") + 1] == "2"

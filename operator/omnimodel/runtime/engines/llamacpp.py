@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.errors import SourceError
+from omnimodel.memory.devices.processor import multiplies_tiles
 from omnimodel.memory.readers import gguf
 from omnimodel.runtime.engines.foreign import Check, ForeignEngine, source_path
 from omnimodel.runtime.requests import read_object, refuse_others
@@ -23,6 +24,31 @@ if TYPE_CHECKING:
 
 CONTEXT_TOKENS = 2048
 HEALTH_PATH = "/v1/models"
+PROGRAM = ("-m", "llama_cpp.server")
+# With tiles it dies of SIGSEGV at the first request, on some machines: the threads that multiply have no leave of the
+# kernel to use them. Weights in plain buffers are not multiplied by tiles, and stay pages of the file, besides.
+# Source: seen with 0.3.36 on a Xeon; ggml-org/llama.cpp#20824, #26954.
+PROGRAM_WITHOUT_TILES = (
+    "-c",
+    """
+from llama_cpp import llama_cpp
+
+defaults = llama_cpp.llama_model_default_params
+
+
+def with_plain_buffers():
+    params = defaults()
+    params.use_extra_bufts = False
+    return params
+
+
+llama_cpp.llama_model_default_params = with_plain_buffers
+
+from llama_cpp.server.__main__ import main
+
+main()
+""",
+)
 
 _SAMPLING = frozenset(
     {
@@ -76,8 +102,7 @@ def command_line(setting: Setting, port: int) -> list[str]:
     options = setting.spec.get("options") or {}
     argv = [
         sys.executable,
-        "-m",
-        "llama_cpp.server",
+        *(PROGRAM_WITHOUT_TILES if multiplies_tiles() else PROGRAM),
         "--model",
         str(model_file(setting)),
         "--model_alias",
