@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,14 @@ async def test_frames_nobody_needed_are_not_copied_again(world):
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
 
 
+async def stands_still(world) -> None:
+    """Stop the process of m1, and wait until each of its threads has seen the signal."""
+    pid = world.instance("m1").process.pid
+    os.kill(pid, signal.SIGSTOP)
+    states = Path(f"/proc/{pid}/task").glob
+    await world.until(lambda: all(") T " in state.read_text() for state in states("*/stat")), "it stands still")
+
+
 @pytest.mark.parametrize("moment", ["idle", "in a forward pass", "in a wake", "in an evict"])
 async def test_a_killed_process_leaves_the_ledger_exact_and_the_next_request_is_served(world, moment):
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
@@ -123,11 +132,11 @@ async def test_a_killed_process_leaves_the_ledger_exact_and_the_next_request_is_
         await world.until(lambda: world.instance("m1").line.in_flight == 1)
     elif moment == "in a wake":
         await world.agent.evict("default", "m1", 10)
-        os.kill(world.instance("m1").process.pid, signal.SIGSTOP)
+        await stands_still(world)
         request = asyncio.create_task(world.ask("m1"))
         await world.until(lambda: world.instance("m1").state == "waking")
     elif moment == "in an evict":
-        os.kill(world.instance("m1").process.pid, signal.SIGSTOP)
+        await stands_still(world)
         request = asyncio.create_task(world.agent.evict("default", "m1", 10))
         await world.until(lambda: world.instance("m1").state == "evicting")
     pid = world.instance("m1").process.pid
