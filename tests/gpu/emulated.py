@@ -99,6 +99,9 @@ class EmulatedDriver:
     def do_cuDeviceGetPCIBusId(self, length, device):
         return (b"00000000:00:00.0\0\0",)
 
+    def do_cuDeviceGetUuid(self, device):
+        return (real.CUuuid(),)
+
     def do_cuDeviceTotalMem(self, device):
         return (self.capacity_bytes,)
 

@@ -65,7 +65,7 @@ class Accounting:
             self._give_up(-host.free_bytes)
 
     async def measure(self, instance: Instance) -> None:
-        """Note the private memory of one process; on the device it is covered by what it was granted."""
+        """Note the private memory of one process; where the device is host memory, what it was granted covers it."""
         process = instance.process
         if process is None:
             return
@@ -77,4 +77,5 @@ class Accounting:
             return
         instance.private_bytes = private_bytes
         on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
-        self._hold_on_host(instance.name, Kind.PROCESS, 0 if on_device else private_bytes)
+        covered = on_device and self._memory.device.on_host
+        self._hold_on_host(instance.name, Kind.PROCESS, 0 if covered else private_bytes)

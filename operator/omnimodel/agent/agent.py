@@ -28,7 +28,7 @@ from omnimodel.agent.opened import OpenedPool
 from omnimodel.agent.origins import write_files
 from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.spawner import Spawner
-from omnimodel.agent.supply import Machine, supply, too_weak
+from omnimodel.agent.supply import Machine, Supply, supply, too_weak
 from omnimodel.api import OmniPool, OmniProcess
 from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
@@ -37,6 +37,7 @@ from omnimodel.protocol.report import AgentReport, PoolReport
 
 log = logging.getLogger(__name__)
 
+_HOST_BYTES = 4 << 30  # that a process may have beside a device with memory of its own, if its manifest says nothing
 _REPORT_SECONDS = 0.1  # changes closer together are told once
 
 
@@ -133,7 +134,7 @@ class Agent:
         wanted = {process.key: process for process in processes if not process.spec.suspend}
         if self._opened is None:
             self._machine = self._machine or self._adoption.machine(Machine.now())
-            found = supply(pool, self._machine)
+            found = self._supply(pool, self._machine)
             await self._adoption.choose({key: process.spec.to_dict() for key, process in wanted.items()}, found)
         opened = self._serve(pool)
         opened.preparation.origins.follow(pool.spec.sources)
@@ -154,7 +155,7 @@ class Agent:
         if self._opened is not None and self._pool is not None and self._pool.spec == pool.spec:
             return self._opened
         self._machine = self._machine or Machine.now()  # later, what is held would count as missing
-        found = supply(pool, self._machine)
+        found = self._supply(pool, self._machine)
         refusal = too_weak(pool, self._spawner.reached)
         if self._opened is None:
             try:
@@ -169,8 +170,7 @@ class Agent:
                     changed=self._tell_change,
                 )
             except OmniError as error:
-                self._pool, self._refusal = pool, error
-                self._tell_change()
+                self._refuse(pool, error)
                 raise
             self.layout = self._opened.layout
             self._keep_house(self._opened)
@@ -182,6 +182,18 @@ class Agent:
             self._warn("WithoutEffect", note)
         self._note = note
         return self._opened
+
+    def _supply(self, pool: OmniPool, machine: Machine) -> Supply:
+        try:
+            return supply(pool, machine)
+        except OmniError as error:
+            if self._opened is None:
+                self._refuse(pool, error)
+            raise
+
+    def _refuse(self, pool: OmniPool, error: OmniError) -> None:
+        self._pool, self._refusal = pool, error
+        self._tell_change()
 
     def _keep_house(self, opened: OpenedPool) -> None:
         keeping, instances = opened.preparation.housekeeping, opened.broker.instances
@@ -227,7 +239,8 @@ class Agent:
         )
 
     def _provide(self, instance: Instance) -> None:
-        if self._store is not None and self._spawner is not None and instance.process is not None:
+        on_host = self._broker.memory.device.on_host  # who wrote last into frames of a GPU, no later agent could say
+        if on_host and self._store is not None and self._spawner is not None and instance.process is not None:
             self._spawner.keep(instance.process, served_by(instance), instance.mapped or ())
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
@@ -251,7 +264,8 @@ class Agent:
         assert instance.prepared is not None
         if self._refusal is not None:
             raise self._refusal
-        memory_bytes = instance.spec["limits"]["memoryBytes"] or instance.working_bytes
+        own_bytes = instance.working_bytes if self._broker.memory.device.on_host else _HOST_BYTES
+        memory_bytes = instance.spec["limits"]["memoryBytes"] or own_bytes
         request = serving_request(
             instance.subject,
             instance.spec,
@@ -353,7 +367,7 @@ class Agent:
             free_bytes=account.device.free_bytes,
             host_budget_bytes=account.host.capacity_bytes,
             host_bytes=account.host.capacity_bytes - account.host.free_bytes,
-            arena_bytes=account.host.total_bytes(Kind.ARENA),
+            arena_bytes=opened.broker.memory.arena.held_bytes,
             footprint_bytes=footprint_bytes,
             isolation_level=level,
             isolation_missing=missing,

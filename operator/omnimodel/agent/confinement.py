@@ -16,6 +16,7 @@ import psutil
 from omnimodel.agent.spawner import ProcessRequest, mounts_folder
 from omnimodel.errors import ProcessError
 from omnimodel.isolation import Level, Mount, SandboxPlan
+from omnimodel.memory.devices.cuda_driver import device_nodes, device_uuid
 from omnimodel.memory.disk import disk_errors
 
 if TYPE_CHECKING:
@@ -53,7 +54,14 @@ def serving_request(
     if prepared.source is not None:
         mounts.append(_source_mount(prepared.source))
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), prepared.source)
-    return _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
+    request = _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
+    if prepared.device == "host":
+        return request
+    return replace(
+        request,
+        plan=replace(request.plan, devices=device_nodes(prepared.device)),
+        env={**request.env, "CUDA_VISIBLE_DEVICES": device_uuid(prepared.device)},
+    )
 
 
 def publishing_request(

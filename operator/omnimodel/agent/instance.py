@@ -28,7 +28,7 @@ from omnimodel.protocol.process import Evict, Settle, Start, Wake
 if TYPE_CHECKING:
     from omnimodel.agent.preparation import Prepared
     from omnimodel.agent.process import ModelProcess
-    from omnimodel.memory.devices import Frame
+    from omnimodel.memory.devices import Fence, Frame
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Instance:
         self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
         self.process: ModelProcess | None = None
+        self.fence: Fence | None = None  # of its process
         self.session: aiohttp.ClientSession | None = None
         self.mapped: Sequence[Frame] | None = None  # what its process may have mapped; None when it is not resident
 
@@ -263,7 +264,8 @@ class Instance:
                 prepared.device,
                 prepared.threads,
             )
-            reply = await process.command(start, (), self.limits.load_deadline_seconds)
+            descriptors = () if self.fence is None else (self.fence.descriptor,)
+            reply = await process.command(start, descriptors, self.limits.load_deadline_seconds)
         except BaseException as error:
             if process is not None:
                 process.kill()
@@ -321,8 +323,13 @@ class Instance:
         assert self.state in {State.WARM, State.FROZEN}
         self.set_state(State.WAKING, "being woken")
 
-    async def wake(self, frames: Sequence[Frame], copy_seconds: float) -> None:
-        """WAKING -> RESIDENT: let the process map frames that hold the image.
+    async def wake(self, frames: Sequence[Frame], copy_seconds: float, fence_base: int | None = None) -> None:
+        """WAKING -> RESIDENT: let the process map frames that hold the image, or will.
+
+        Args:
+            frames: of the image, in order.
+            copy_seconds: that the copy took; 0 while it is under way.
+            fence_base: of a copy that is under way; None when it is over.
 
         Raises:
             OmniError: it did not, or not in time; the instance is still WAKING and its process is to be killed.
@@ -336,16 +343,21 @@ class Instance:
         self.mapped = frames
         self.keep()
         await process.command(
-            Wake([frame.id for frame in frames]), [frame.descriptor for frame in frames], timeout_seconds
+            Wake([frame.id for frame in frames], fence_base), [frame.descriptor for frame in frames], timeout_seconds
         )
         now = time.monotonic()
-        self.last_wake_seconds = copy_seconds + now - began
+        self.note_wake(copy_seconds + now - began)
         self.woken_seconds = self.idle_seconds = now
         self.wakes += 1
         self.wanted_since_seconds = self.frozen_since_seconds = None
         self.draining = False
         self.line.owed = len(self.line.waiting)
-        self.set_state(State.RESIDENT, f"woken in {self.last_wake_seconds:.3f} s")
+        self.set_state(State.RESIDENT, self.message)
+
+    def note_wake(self, seconds: float) -> None:
+        """Say how long the last wake took."""
+        self.last_wake_seconds = seconds
+        self.message = f"woken in {seconds:.3f} s"
 
     def _acknowledged_within(self, engine_seconds: float) -> float:
         """How long the process has for a wake or an evict; a foreign engine starts or ends meanwhile."""

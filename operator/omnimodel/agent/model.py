@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.preparation import Preparation, Prepared
+    from omnimodel.agent.process import ModelProcess
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class Model:
         """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured."""
         spec = instance.spec
         declared = spec["deviceMemoryBytes"]
-        known = Footprint.load(self._layout, spec["hash"])
+        known = Footprint.load(self._layout, spec["hash"]) if self._on_host else None
         if declared:
             instance.working_bytes = max(declared - instance.weights_bytes, WORKING_STEP_BYTES)
             instance.measured = True
@@ -280,10 +281,7 @@ class Model:
             if process is None or instance.process is not process:
                 raise OmniError(instance.subject, "its process ended after its first answer", reason=Reason.CRASHED)
             if not instance.measured:
-                peak_bytes = process.group.peak_bytes()
-                measured_bytes = max(peak_bytes or 0, instance.private_bytes)
-                self._broker.learn_working(instance, working_from_measured(measured_bytes, instance.coming_bytes))
-                await asyncio.to_thread(self._remember_size, instance)
+                await self._measure(instance, process)
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
             self._broker.moves.end_measuring(instance)
@@ -296,6 +294,20 @@ class Model:
         instance.wish_again()
         instance.door.admit()
         self._broker.kick()
+
+    @property
+    def _on_host(self) -> bool:
+        return self._broker.memory.device.on_host
+
+    async def _measure(self, instance: Instance, process: ModelProcess) -> None:
+        """Learn what it needs beside its weights; of a device with memory of its own, that is what it was granted."""
+        working_bytes = instance.working_bytes
+        if self._on_host:
+            measured_bytes = max(process.group.peak_bytes() or 0, instance.private_bytes)
+            working_bytes = working_from_measured(measured_bytes, instance.coming_bytes)
+        self._broker.learn_working(instance, working_bytes)
+        if self._on_host:
+            await asyncio.to_thread(self._remember_size, instance)
 
     def _remember_size(self, instance: Instance) -> None:
         """Save what was measured, so that it is measured once; a full disk only means to measure again."""

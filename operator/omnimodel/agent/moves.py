@@ -21,7 +21,7 @@ from omnimodel.memory.ledger import Kind
 if TYPE_CHECKING:
     from omnimodel.agent.events import EventLog
     from omnimodel.memory.arena import Arena
-    from omnimodel.memory.devices import Device, Frame
+    from omnimodel.memory.devices import Copy, Device, Frame
     from omnimodel.memory.frames import FramePool
     from omnimodel.memory.ledger import Ledger
     from omnimodel.memory.store import ImageRef
@@ -153,8 +153,13 @@ class Moves:
     async def _start(self, instance: Instance) -> None:
         """COLD -> WARM; a failure is noted in the instance."""
         try:
+            if not instance.foreign:
+                instance.fence = await asyncio.to_thread(self.memory.device.fence)
             await instance.start()
-        except OmniError as error:
+        except BaseException as error:
+            self._drop_fence(instance)
+            if not isinstance(error, OmniError):
+                raise
             self.failed(instance, error)
             return
         self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
@@ -265,8 +270,15 @@ class Moves:
         worth_of = self._worth
         held_before = account.held_bytes(instance.name, Kind.WORKING)
         instance.begin_wake()
-        copy_seconds = 0.0
+        began = copy_seconds = 0.0
         frames: tuple[Frame, ...] = ()
+        mapping: asyncio.Task[None] | None = None  # by a process that waits for each byte before it reads it
+
+        def begun(copy: Copy) -> None:
+            nonlocal mapping
+            if instance.fence is not None and instance.process is process:
+                mapping = asyncio.create_task(self._map(instance, frames, 0.0, copy.fence_base))
+
         try:
             if image is not None:
                 await self._room_on_host(image)
@@ -277,12 +289,16 @@ class Moves:
             else:
                 async with self.memory.arena.staged(image, worth_of) as staged:
                     allocation = pool.take(instance.name, image.digest, worth_of)
-                    frames = allocation.frames
-                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS)
+                    frames, began = allocation.frames, time.perf_counter()
+                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS, fence=instance.fence, begun=begun)
                 self._learn_rate(allocation.missing * self.memory.device.frame_bytes, copy_seconds)
         except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
                 account.cancel(instance.name)
+                return
+            if mapping is not None:  # what its streams wait for never comes: nothing of it may be answered
+                if not await instance.kill(_explained(instance, error)):
+                    pool.quarantine(instance.name)
                 return
             account.cancel(instance.name)
             pool.release(instance.name)
@@ -292,18 +308,25 @@ class Moves:
             instance.wake_failed()
             self.failed(instance, _explained(instance, error))
             return
+        except asyncio.CancelledError:
+            if mapping is not None:
+                mapping.cancel()
+            raise
         finally:
             if self.copying == instance.name:
                 self.copying = None
+            await asyncio.gather(*filter(None, [mapping]), return_exceptions=True)
+            instance.proving = False
+            self._drop_fence(instance)
         if instance.process is not process or process is None:  # it died while its image was copied
             self.on_exit(instance, None)
             return
-        self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
-        instance.proving = proves_wakes(instance)
         try:
-            await instance.wake(frames, copy_seconds)
-            if instance.proving:
-                await prove(instance)
+            if mapping is None:
+                await self._map(instance, frames, copy_seconds, None)
+            else:
+                mapping.result()
+                instance.note_wake(time.perf_counter() - began)
         except OmniError as error:
             await instance.kill(error)
             if image is not None and error.reason is Reason.PROBE_FAILED:  # its copies in memory may be what is wrong
@@ -315,6 +338,27 @@ class Moves:
         self.swaps += 1
         self.tell(instance, "Woken", instance.message)
         instance.door.admit()
+
+    async def _map(
+        self, instance: Instance, frames: tuple[Frame, ...], copy_seconds: float, fence_base: int | None
+    ) -> None:
+        """Let the process map its frames, and prove that it can compute with what is in them.
+
+        Raises:
+            OmniError: it cannot; its process is to be killed.
+        """
+        if self.memory.device.on_host:
+            self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
+        instance.proving = proves_wakes(instance)
+        await instance.wake(frames, copy_seconds, fence_base)
+        if instance.proving:
+            await prove(instance)
+
+    def _drop_fence(self, instance: Instance) -> None:
+        """Let go of the fence of a process that is gone, once no copy writes it any more."""
+        if instance.fence is not None and instance.process is None and not self.memory.frames.filling(instance.name):
+            instance.fence.close()
+            instance.fence = None
 
     async def _room_on_host(self, image: ImageRef) -> None:
         """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
@@ -345,6 +389,7 @@ class Moves:
         self.memory.frames.recover(instance.name)
         self.memory.frames.release(instance.name)
         self.memory.ledger.forget(instance.name)
+        self._drop_fence(instance)
         if error is not None:
             self.failed(instance, error)
         self._changed()

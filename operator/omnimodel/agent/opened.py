@@ -81,7 +81,7 @@ class OpenedPool:
             preparation = Preparation(
                 layout, spawner, found.device, found.frame_bytes, found.threads, published=published, doubt=doubt
             )
-            device = open_device(found.device, found.frame_bytes)
+            device = open_device(found.device, found.frame_bytes, arena_bytes=found.arena_bytes)
             undo.pop_all()
         ledger = Ledger(max(found.budget_bytes, least_device_bytes), found.host_bytes, found.frame_bytes)
         frames = FramePool(device, ledger.device)
@@ -119,8 +119,15 @@ class OpenedPool:
                 f"device.frameSize {bytes_text(found.frame_bytes)} takes effect when the agent is started again; "
                 f"until then frames have {bytes_text(self.supply.frame_bytes)}"
             )
-        if self.supply.device == "host" and (pool.spec.device.count or 1) > 1:
-            notes.append(f"device.count {pool.spec.device.count} has no effect: the memory of a machine is one device")
+        if (count := pool.spec.device.count or 1) > 1:
+            why = "the memory of a machine is one device" if self.supply.device == "host" else "the first one serves"
+            notes.append(f"device.count {count} has no effect: {why}")
+        if found.arena_bytes != self.supply.arena_bytes:
+            notes.append("hostMemory takes effect on pinned memory when the agent is started again")
+        if found.device != self.supply.device:
+            notes.append(
+                f"device.type takes effect when the agent is started again; until then it is {self.supply.device}"
+            )
         kept = self.layout.kept
         if kept_folder(pool, self.layout.root) != kept:
             notes.append(f"store takes effect when the agent is started again; until then it is {kept}")

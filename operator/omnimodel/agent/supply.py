@@ -9,11 +9,14 @@ from omnimodel.api import OmniPool
 from omnimodel.errors import IsolationError, OmniError
 from omnimodel.isolation import Level, Reached
 from omnimodel.memory.devices.available import available_bytes, total_bytes
+from omnimodel.memory.devices.cuda_driver import available, device_bytes
 from omnimodel.quantity import AUTO, parse_bytes, parse_share
 
 HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
 AUTO_DEVICE_SHARE = 0.5  # of the memory that is available when the pool is first served
 AUTO_HOST_SHARE = 0.5
+AUTO_CUDA_SHARE = 0.8  # of a GPU; each process has a context of about half a GiB beside the budget
+ARENA_SHARE = 0.75  # of hostMemory that is pinned for images; processes and zygotes have the rest
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Supply:
         device: `host` or `cuda:0`.
         budget_bytes: frames and working memory of resident models.
         host_bytes: arena and all other processes.
+        arena_bytes: what of that the device pins for images; 0 when it pins nothing.
         threads: of one forward pass, where a manifest leaves it open.
     """
 
@@ -44,6 +48,7 @@ class Supply:
     frame_bytes: int
     budget_bytes: int
     host_bytes: int
+    arena_bytes: int
     threads: int
 
 
@@ -57,17 +62,43 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     Raises:
         OmniError: it asks for a device that is not here.
     """
-    device = pool.spec.device
-    if device.type == "cuda":
-        raise OmniError(
-            pool.subject, "spec.device.type: cuda is not served by this build's agent", "write cpu, or auto"
-        )
+    wish = pool.spec.device
     machine = machine or Machine.now()
-    frame_bytes = parse_bytes(device.frame_size) if device.frame_size is not None else HOST_FRAME_BYTES
-    budget_bytes = _bytes(device.memory, machine.total_bytes, int(machine.available_bytes * AUTO_DEVICE_SHARE))
     host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
+    device = _device(pool)
+    if device == "host":
+        frame_bytes, whole_bytes, arena_bytes = HOST_FRAME_BYTES, machine.total_bytes, 0
+        auto_bytes = int(machine.available_bytes * AUTO_DEVICE_SHARE)
+    else:
+        from omnimodel.memory.devices.cuda import FRAME_BYTES
+
+        frame_bytes, whole_bytes, arena_bytes = FRAME_BYTES, device_bytes(device), int(host_bytes * ARENA_SHARE)
+        auto_bytes = int(whole_bytes * AUTO_CUDA_SHARE)
+    if wish.frame_size is not None:
+        frame_bytes = parse_bytes(wish.frame_size)
+    budget_bytes = _bytes(wish.memory, whole_bytes, auto_bytes) // frame_bytes * frame_bytes
     cores = len(os.sched_getaffinity(0))
-    return Supply("host", frame_bytes, budget_bytes // frame_bytes * frame_bytes, host_bytes, max(1, cores // 2))
+    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, max(1, cores // 2))
+
+
+def _device(pool: OmniPool) -> str:
+    """`host`, or `cuda:0` where that is wished, or left to the machine and it has one.
+
+    Raises:
+        OmniError: cuda is wished, and there is none.
+    """
+    wished = pool.spec.device.type
+    if wished == "cpu":
+        return "host"
+    if available():
+        return "cuda:0"
+    if wished == "auto":
+        return "host"
+    raise OmniError(
+        pool.subject,
+        "spec.device.type: cuda is asked for, and this machine has no NVIDIA GPU that can be used",
+        "install the NVIDIA driver and omnimodel[cuda], or write cpu, or auto",
+    )
 
 
 def too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:

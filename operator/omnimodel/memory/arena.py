@@ -35,13 +35,17 @@ class Arena:
     """Images in host memory under a budget.
 
     Args:
-        device: stages and unstages them.
+        device: stages and unstages them. Where it pins memory for them, the arena holds all of that from the start,
+            and has nothing to give up for others.
         account: the ledger's host account.
         budget_bytes: what the arena may hold of it; None for whatever is free there.
     """
 
     def __init__(self, device: Device, account: Account, budget_bytes: int | None = None) -> None:
         self.device = device
+        if device.pinned_bytes:
+            account.hold("arena", Kind.ARENA, device.pinned_bytes)
+            account = Account("arena", device.pinned_bytes)
         self.account = account
         self.budget_bytes = budget_bytes
         self._entries: dict[str, _Entry] = {}
@@ -89,10 +93,20 @@ class Arena:
             pass
 
     def short_bytes(self, ref: ImageRef) -> int:
-        """How many bytes an image would lack even if all went that is not in use; 0 when it fits, or is here."""
+        """How many bytes others must give up, even if all images went that are not in use; 0 when it fits, or is here.
+
+        Nobody else has any of what a device has pinned.
+        """
+        return 0 if self.device.pinned_bytes else self._short_bytes(ref)
+
+    def _short_bytes(self, ref: ImageRef) -> int:
         if ref.digest in self._entries:
             return 0
-        return max(0, ref.bytes - self._room_bytes() - sum(entry.ref.bytes for entry in self._idle()))
+        return max(0, self._bytes(ref) - self._room_bytes() - sum(self._bytes(entry.ref) for entry in self._idle()))
+
+    def _bytes(self, ref: ImageRef) -> int:
+        """What an image takes of the arena."""
+        return -(-ref.bytes // self.device.page_bytes) * self.device.page_bytes
 
     def drop(self, digest: str) -> None:
         """Take an image out, at the end of its use; harmless when it is not there."""
@@ -106,7 +120,7 @@ class Arena:
 
     def give_up(self, needed_bytes: int, worth: Callable[[str], float]) -> int:
         """Free host bytes for someone else. Returns how many came free, which may be fewer."""
-        return self._free_up(needed_bytes, worth)
+        return 0 if self.device.pinned_bytes else self._free_up(needed_bytes, worth)
 
     async def close(self) -> None:
         """Take everything out; nothing may be in use."""
@@ -120,16 +134,16 @@ class Arena:
         return min(self.account.free_bytes, self.budget_bytes - self.held_bytes)
 
     def _begin(self, ref: ImageRef, worth: Callable[[str], float]) -> _Entry:
-        room_bytes = self._room_bytes()
-        if ref.bytes > room_bytes:
-            if short_bytes := self.short_bytes(ref):
+        room_bytes, needed_bytes = self._room_bytes(), self._bytes(ref)
+        if needed_bytes > room_bytes:
+            if short_bytes := self._short_bytes(ref):
                 raise LedgerError(
                     f"image {ref.digest[:12]}",
-                    f"needs {ref.bytes} bytes of the arena, {max(0, ref.bytes - short_bytes)} could be free",
+                    f"needs {needed_bytes} bytes of the arena, {max(0, needed_bytes - short_bytes)} could be free",
                     "raise the pool's hostMemory",
                 )
-            self._free_up(ref.bytes - room_bytes, worth)
-        self.account.hold(_holder(ref.digest), Kind.ARENA, ref.bytes)
+            self._free_up(needed_bytes - room_bytes, worth)
+        self.account.hold(_holder(ref.digest), Kind.ARENA, needed_bytes)
         task = asyncio.ensure_future(asyncio.to_thread(self.device.stage, str(ref.image), ref.bytes))
         entry = _Entry(ref, task)
         self._entries[ref.digest] = entry
@@ -149,7 +163,7 @@ class Arena:
             if freed_bytes >= needed_bytes:
                 break
             self._remove(entry)
-            freed_bytes += entry.ref.bytes
+            freed_bytes += self._bytes(entry.ref)
             log.info("image_left_arena digest=%s bytes=%d", entry.ref.digest, entry.ref.bytes)
         return freed_bytes
 

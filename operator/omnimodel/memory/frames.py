@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from omnimodel.errors import LedgerError
-from omnimodel.memory.devices import Device, Frame
+from omnimodel.memory.devices import Copy, Device, Fence, Frame
 from omnimodel.memory.ledger import DeviceAccount, Kind
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,15 @@ class FramePool:
         log.debug("frames_taken model=%s frames=%d valid=%d", model, promise.frames, sum(valid))
         return Allocation(model, digest, tuple(place.frame for place in chosen), valid)
 
-    async def fill(self, allocation: Allocation, staged: Any, timeout_seconds: float) -> float:
+    async def fill(
+        self,
+        allocation: Allocation,
+        staged: Any,
+        timeout_seconds: float,
+        *,
+        fence: Fence | None = None,
+        begun: Callable[[Copy], None] = lambda _: None,
+    ) -> float:
         """Copy what is missing of an image into its frames, and say that it has arrived.
 
         Ends only when nothing is written any more, also when it is cancelled or late: until then neither the frames
@@ -233,6 +241,8 @@ class FramePool:
         Args:
             staged: the image, from `Device.stage`; stays staged until this ends.
             timeout_seconds: after this the copy counts as failed.
+            fence: of the model's process, which the copy advances.
+            begun: called when the copy is under way.
 
         Returns:
             Seconds that the copy took.
@@ -243,15 +253,19 @@ class FramePool:
         """
         self._filling[allocation.model] = False
         try:
-            seconds = await self._copy(allocation, staged, timeout_seconds)
+            copy = await _to_its_end(
+                asyncio.to_thread(self.device.copy, staged, allocation.frames, valid=allocation.valid, fence=fence)
+            )
+            begun(copy)
+            seconds = await self._end_of(copy, timeout_seconds)
             self.arrived(allocation)
             return seconds
         finally:
             if self._filling.pop(allocation.model):  # it was released meanwhile
                 self.recover(allocation.model)
 
-    async def _copy(self, allocation: Allocation, staged: Any, timeout_seconds: float) -> float:
-        copy = await _to_its_end(asyncio.to_thread(self.device.copy, staged, allocation.frames, valid=allocation.valid))
+    @staticmethod
+    async def _end_of(copy: Copy, timeout_seconds: float) -> float:
         end = asyncio.ensure_future(asyncio.to_thread(copy.wait))
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -262,6 +276,10 @@ class FramePool:
                     await asyncio.wait([end])
             end.exception()
             raise
+
+    def filling(self, model: str) -> bool:
+        """Whether a copy into a model's frames is under way."""
+        return model in self._filling
 
     def arrived(self, allocation: Allocation) -> None:
         """Say that the copy has ended well: every frame holds its part of the image."""

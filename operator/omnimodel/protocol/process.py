@@ -19,7 +19,8 @@ class Start:
     Values of the reply: `workingBytes`, the memory it will come to need beyond its weights and what a first short
     answer takes; 0 when the engine does not know.
 
-    Descriptors: the listening UNIX socket to serve HTTP on. The spec is the rendered process spec as JSON.
+    Descriptors: the listening UNIX socket to serve HTTP on; then, where copies go on behind a wake, the page of the
+    fence that says how far they are. The spec is the rendered process spec as JSON.
 
     Args:
         image: folder of the published image as the process sees it (index.json, assets/); for a foreign engine, which
@@ -71,9 +72,14 @@ class Wake:
     """Map these frames, in order, over the model's address range. Descriptors: one read-only descriptor a frame.
 
     For a foreign engine there are no frames: start or resume the engine. Values: `mapSeconds`.
+
+    Args:
+        frames: their ids.
+        fence_base: what the fence says when nothing of the image has arrived; None when all of it has.
     """
 
     frames: list[int]
+    fence_base: int | None = None
     op: Literal["wake"] = "wake"
 
 

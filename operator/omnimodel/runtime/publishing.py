@@ -95,7 +95,8 @@ def _pack(
     form: str,
     progress: Callable[[str, int, int], None],
 ) -> None:
-    tensors = tensors_in_order(module)
+    # Buffers first: they are small, and rotary frequencies are read before the layers that lie in front of them.
+    tensors = sorted(tensors_in_order(module), key=lambda named: isinstance(named[1], torch.nn.Parameter))
     total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     done_bytes = 0
     weights: dict[str, torch.dtype] = {}  # that were quantized

@@ -147,7 +147,7 @@ class Model:
         assets: folder of small files published with the weights (tokenizer, configuration). `weights()` may write
             into it; everything after that reads it.
         dtype: torch dtype of the floating-point weights, as the manifest and the machine decide.
-        device: where the module runs.
+        device: where the module runs; what `predict` is given is on the CPU, and what it returns may be on either.
         module: the module, once there is one.
     """
 

@@ -205,7 +205,7 @@ class _Process:
             return {"tier": self._tier}
         self._tier = ""
         if isinstance(command, Wake):
-            values = dict(engine.wake(descriptors))
+            values = dict(engine.wake(descriptors, command.fence_base))
             traffic.resident = True
             self._tier = "resident"
             return values
@@ -220,7 +220,7 @@ class _Process:
             self._listen = descriptors[0]
         if self._engine is not None or self._listen < 0:
             raise ProcessError("control channel", "a Start without a listening socket, or a second one")
-        setting = engines.Setting.of(command)
+        setting = engines.Setting.of(command, next(iter(descriptors[1:]), None))
         engine = engines.create(setting, self._engine_ended)
         engine.start()
         limit_bytes = int((command.spec.get("limits") or {}).get("requestBytes") or REQUEST_BYTES)

@@ -35,6 +35,10 @@ class Frame:
 class Copy(Protocol):
     """A copy of an image into frames that is under way."""
 
+    @property
+    def fence_base(self) -> int | None:
+        """What the fence says when nothing has arrived; None where copies have none."""
+
     def wait(self, timeout_seconds: float | None = None) -> float:
         """Wait for its end; seconds that the copy took. Raises ImageError when it failed, TimeoutError when late."""
 
@@ -42,11 +46,31 @@ class Copy(Protocol):
         """Bytes that have arrived so far, from the start of the image on."""
 
 
-class Device(Protocol):
-    """The agent's side. Calls block: the agent makes them in a thread. Every call may be made from any thread."""
+class Fence(Protocol):
+    """See `Device.fence`; it is a process's for life."""
 
-    name: str  # `host`, `cuda:0`
+    descriptor: int  # what the process is sent
+
+    def close(self) -> None:
+        """Let go of it; no copy may be under way."""
+
+
+class Device(Protocol):
+    """The agent's side. Calls block: the agent makes them in a thread. Every call may be made from any thread.
+
+    Args:
+        name: `host`, `cuda:0`.
+        frame_bytes: size of a frame.
+        on_host: whether its memory is the machine's, so that what a process holds in private counts on it.
+        pinned_bytes: host memory that it has taken for images, and nobody else can have; 0 when it takes none.
+        page_bytes: what an image takes of it is a multiple of this.
+    """
+
+    name: str
     frame_bytes: int
+    on_host: bool
+    pinned_bytes: int
+    page_bytes: int
 
     def create(self, count: int) -> list[Frame]:
         """Create frames. Raises LedgerError when the device has no room; then none was created."""
@@ -70,13 +94,19 @@ class Device(Protocol):
     def unstage(self, staged: Any) -> None:
         """Take an image out of the arena."""
 
-    def copy(self, staged: Any, frames: Sequence[Frame], *, valid: Sequence[bool] = ()) -> Copy:
+    def fence(self) -> Fence | None:
+        """What tells one process how far copies into its frames are; None: it maps frames when the copy is over."""
+
+    def copy(
+        self, staged: Any, frames: Sequence[Frame], *, valid: Sequence[bool] = (), fence: Any | None = None
+    ) -> Copy:
         """Start copying an image into frames, in order; the rest of the last frame is zeroed.
 
         Args:
             staged: from `stage`.
             frames: as many as the image needs.
             valid: per frame, whether it already holds its part of this image (partial residency); default: none does.
+            fence: from `fence`, of the process that will have the frames.
         """
 
     def free_bytes(self) -> int:
@@ -92,8 +122,22 @@ class Window(Protocol):
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         """A flat uint8 tensor over `size` bytes at `offset`; it must not be touched while nothing is mapped."""
 
-    def map(self, descriptors: Sequence[int]) -> None:
-        """Map frames read-only over the whole range; closes the descriptors."""
+    def follow(self, descriptor: int) -> None:
+        """Use the fence of the agent from the next wake on; closes the descriptor."""
+
+    def map(self, descriptors: Sequence[int], *, fence_base: int | None = None) -> None:
+        """Map frames read-only over the whole range; closes the descriptors.
+
+        Args:
+            descriptors: one a frame, in order.
+            fence_base: of the copy that is still under way; None when it is over.
+        """
+
+    def wait(self, end_offset: int) -> None:
+        """Let the device's current stream wait until the image has arrived up to `end_offset`."""
+
+    def settle(self) -> None:
+        """Wait in this thread until the whole image has arrived, and may be read on any stream."""
 
     def unmap(self) -> None:
         """Fence, then take the frames out of the range."""
@@ -134,7 +178,7 @@ def open_window(device: str, frames: int, frame_bytes: int) -> Window:
 
         return HostWindow(frames, frame_bytes)
     if device.partition(":")[0] == "cuda":
-        from omnimodel.memory.devices.cuda import CudaWindow
+        from omnimodel.memory.devices.cuda_window import CudaWindow
 
         return CudaWindow(device, frames, frame_bytes)
     raise OmniError(f"device {device}", "there is no such device", "use host or cuda:0")

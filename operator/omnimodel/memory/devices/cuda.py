@@ -24,7 +24,7 @@ from omnimodel.errors import ImageError, LedgerError, OmniError
 from omnimodel.memory.codec_file import PACKED_FILE, read_index
 from omnimodel.memory.devices import Frame
 from omnimodel.memory.devices.available import available_bytes
-from omnimodel.memory.devices.cuda_arena import Arena
+from omnimodel.memory.devices.cuda_arena import PAGE_BYTES, Arena
 from omnimodel.memory.devices.cuda_copy import Staged, Step, plan
 from omnimodel.memory.devices.cuda_driver import (
     Context,
@@ -94,6 +94,10 @@ class CudaCopy:
         self._seconds: float | None = None
         self._waiting = threading.Lock()
 
+    def reads(self, staged: Staged | None = None) -> bool:
+        """Whether it has not been seen to end, and reads from there."""
+        return self._seconds is None and staged in (None, self._staged)
+
     def wait(self, timeout_seconds: float | None = None) -> float:
         """Wait for its end; seconds that the copy took on the device.
 
@@ -141,6 +145,9 @@ class CudaDevice:
         OmniError: there is no such device.
     """
 
+    on_host = False
+    page_bytes = PAGE_BYTES
+
     def __init__(self, name: str, frame_bytes: int = FRAME_BYTES, arena_bytes: int | None = None) -> None:
         ordinal = ordinal_of(name)
         self.name = f"cuda:{ordinal}"
@@ -158,9 +165,11 @@ class CudaDevice:
         self._finish = self._stream()
         self._copied = self._event()
         self.progress = Fence(self.context)
+        self._copies: list[CudaCopy] = []
         self._unpacker: Unpacker | None = None
         pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
         self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
+        self.pinned_bytes = self.arena.capacity_bytes
 
     def create(self, count: int) -> list[Frame]:
         """Create frames.
@@ -255,8 +264,9 @@ class CudaDevice:
 
     def unstage(self, staged: Staged) -> None:
         """Take an image out of the arena; a copy of it that is under way ends first."""
-        self.context.enter()
-        call("cuStreamSynchronize", self._finish)
+        if any(copy.reads(staged) for copy in self._copies):
+            self.context.enter()
+            call("cuStreamSynchronize", self._finish)
         self.arena.give(staged.extents)
 
     def fence(self) -> Fence:
@@ -264,7 +274,7 @@ class CudaDevice:
         return Fence(self.context)
 
     def copy(
-        self, staged: Staged, frames: Sequence[Frame], *, valid: Sequence[bool] = (), fence: Fence | None = None
+        self, staged: Staged, frames: Sequence[Frame], *, valid: Sequence[bool] = (), fence: Any | None = None
     ) -> CudaCopy:
         """Start copying an image into frames, in order; the rest of the last frame is zeroed.
 
@@ -286,8 +296,10 @@ class CudaDevice:
                 for each, base in fences:
                     each.page.write(self._finish, base + step.frame + 1)
             call("cuEventRecord", ended, self._finish)
-        bases = [base for _, base in fences]
-        return CudaCopy(self, staged, len(frames), (bases[0], bases[-1]), (began, ended))
+            bases = [base for _, base in fences]
+            copy = CudaCopy(self, staged, len(frames), (bases[0], bases[-1]), (began, ended))
+            self._copies = [*(one for one in self._copies if one.reads()), copy]
+        return copy
 
     def _enqueue(self, step: Step, address: int) -> None:
         unpacker = self._unpacker if step.blocks else None

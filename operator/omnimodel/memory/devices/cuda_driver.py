@@ -5,18 +5,19 @@ Every driver call goes through `call`, which turns a bad result into an OmniErro
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import mmap
 import os
+import uuid
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from omnimodel.errors import LedgerError, OmniError, Reason
 
 CONTROL_NODE = "/dev/nvidiactl"
-
+MEMORY_NODE = "/dev/nvidia-uvm"
+GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each, by its address on the PCI bus
 
 _loaded: list[Any] = []  # the module, once it is
 
@@ -53,6 +54,55 @@ def device_count() -> int:
     """
     call("cuInit", 0)
     return int(call("cuDeviceGetCount"))
+
+
+def device_bytes(name: str) -> int:
+    """Bytes of a device; takes none of them.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+    return int(call("cuDeviceTotalMem", _device(name)))
+
+
+def device_nodes(name: str) -> tuple[str, ...]:
+    """The device nodes that a process needs which computes on a device, and on no other.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+    information = GPUS / _bus_id(_device(name)) / "information"
+    try:
+        rows = information.read_text().splitlines()
+    except OSError as error:
+        raise OmniError(
+            f"device {name}", f"{information} cannot be read: {error.strerror}", "update the driver"
+        ) from error
+    minor = next((row.partition(":")[2].strip() for row in rows if row.startswith("Device Minor")), "")
+    if not minor.isdecimal():
+        raise OmniError(f"device {name}", f"{information} does not say its minor number", "update the driver")
+    return (CONTROL_NODE, MEMORY_NODE, f"/dev/nvidia{minor}")
+
+
+def device_uuid(name: str) -> str:
+    """What names a device for CUDA_VISIBLE_DEVICES, whichever other devices a process could see.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+    return f"GPU-{uuid.UUID(bytes=bytes(call('cuDeviceGetUuid', _device(name)).bytes))}"
+
+
+def _device(name: str) -> Any:
+    ordinal = ordinal_of(name)
+    if ordinal >= device_count():
+        raise OmniError(f"device {name}", f"the driver shows {device_count()} devices")
+    return call("cuDeviceGet", ordinal)
+
+
+def _bus_id(device: Any) -> str:
+    raw: bytes = call("cuDeviceGetPCIBusId", 32, device)
+    return raw.split(b"\0", 1)[0].decode().lower()[-12:]
 
 
 def ordinal_of(name: str) -> int:
@@ -132,8 +182,7 @@ class Context:
 
     def bus_id(self) -> str:
         """Address on the PCI bus in the form of /sys/bus/pci/devices."""
-        raw: bytes = call("cuDeviceGetPCIBusId", 32, self.device)
-        return raw.split(b"\0", 1)[0].decode().lower()[-12:]
+        return _bus_id(self.device)
 
     def free_bytes(self) -> int:
         """Bytes that the driver says are free on the device."""
@@ -185,8 +234,7 @@ def granularity_bytes(ordinal: int) -> int:
 
 def address_of(memory: mmap.mmap) -> int:
     """Address of a mapping in this process; the mapping must be writable and stay open."""
-    address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def near_cpus(bus_id: str) -> set[int]:

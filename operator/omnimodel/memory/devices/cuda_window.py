@@ -8,6 +8,7 @@ the range ends the process's context; the runtime runs none then.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ from omnimodel.memory.devices.cuda_fence import FencePage, arrived
 
 if TYPE_CHECKING:
     import torch
+
+_POLL_SECONDS = 0.0002
 
 
 class CudaWindow:
@@ -148,6 +151,13 @@ class CudaWindow:
 
             stream = torch.cuda.current_stream(self._ordinal).cuda_stream
         self._page.wait(stream, self._fence_base + needed)
+
+    def settle(self) -> None:
+        """Wait in this thread until the whole image has arrived, and may be read on any stream."""
+        while self._waiting and self._page is not None:
+            self._waiting = arrived(self._page.value(), self._fence_base, self._frames) < self._frames
+            if self._waiting:
+                time.sleep(_POLL_SECONDS)
 
     def abandon(self) -> None:
         """Let streams go on that wait for a copy which will never come; what they compute is worthless."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from omnimodel.errors import ImageError, LedgerError, OmniError
 from omnimodel.memory.devices import Frame, pages
@@ -53,6 +54,8 @@ class HostStaged:
 
 class HostCopy:
     """A copy that is under way; see `devices.Copy`."""
+
+    fence_base = None
 
     def __init__(self, path: str, ends: Sequence[int], skipped: Sequence[bool], on_end: Callable[[], None]) -> None:
         self.path = path
@@ -107,6 +110,9 @@ class HostDevice:
     """
 
     name = "host"
+    on_host = True
+    pinned_bytes = 0  # images lie in the page cache
+    page_bytes = 1
 
     def __init__(self, frame_bytes: int, *, threads: int = 0) -> None:
         if frame_bytes <= 0 or frame_bytes % pages.HUGE_PAGE_BYTES:
@@ -265,8 +271,14 @@ class HostDevice:
             staged.copies -= 1
         self._unmap_unused(staged)
 
-    def copy(self, staged: HostStaged, frames: Sequence[Frame], *, valid: Sequence[bool] = ()) -> HostCopy:
+    def fence(self) -> None:
+        """None: a process maps frames when they are filled."""
+
+    def copy(
+        self, staged: HostStaged, frames: Sequence[Frame], *, valid: Sequence[bool] = (), fence: Any | None = None
+    ) -> HostCopy:
         """Start copying in the device's threads."""
+        assert fence is None
         needed = -(-staged.image_bytes // self.frame_bytes)
         if len(frames) != needed:
             raise OmniError("device host", f"{len(frames)} frames for an image that needs {needed}")

@@ -40,12 +40,21 @@ class HostWindow:
         # A ctypes array counts as writable, so that torch does not warn; the pages are read-only all the same.
         return torch.frombuffer((ctypes.c_ubyte * size).from_address(self.address + offset), dtype=torch.uint8)
 
-    def map(self, descriptors: Sequence[int]) -> None:
+    def follow(self, descriptor: int) -> None:
+        """No fence comes from a host device."""
+        os.close(descriptor)
+
+    def map(self, descriptors: Sequence[int], *, fence_base: int | None = None) -> None:
         """Map frames read-only over the whole range; closes the descriptors.
+
+        Args:
+            descriptors: one a frame, in order.
+            fence_base: None, for the copy is over.
 
         Raises:
             OmniError: it is not one descriptor a frame, or the kernel refuses; then nothing is mapped.
         """
+        assert fence_base is None
         try:
             if len(descriptors) != self.frames:
                 raise OmniError("window", f"{len(descriptors)} frames were sent for a window of {self.frames}")
@@ -69,6 +78,12 @@ class HostWindow:
         if self.frames:
             pages.blank(self.address, self.size_bytes)
         self.mapped = False
+
+    def wait(self, end_offset: int) -> None:
+        """What is mapped has arrived."""
+
+    def settle(self) -> None:
+        """What is mapped has arrived."""
 
     def close(self) -> None:
         """Give the addresses back; no tensor of the window may be alive."""

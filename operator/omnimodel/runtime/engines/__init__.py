@@ -30,6 +30,7 @@ class Setting:
         folder: of the published image, as the process sees it; for a foreign engine of nothing.
         image_bytes, frame_bytes, device: of the window.
         threads: of one forward pass; 0 leaves it to the library.
+        fence: descriptor of what says how far a copy is; None where a wake begins when it is over.
     """
 
     spec: Mapping[str, Any]
@@ -38,13 +39,13 @@ class Setting:
     frame_bytes: int
     device: str
     threads: int
+    fence: int | None = None
 
     @classmethod
-    def of(cls, command: Start) -> Setting:
+    def of(cls, command: Start, fence: int | None = None) -> Setting:
         """The setting that a Start command describes."""
-        return cls(
-            command.spec, Path(command.image), command.image_bytes, command.frame_bytes, command.device, command.threads
-        )
+        window = (command.image_bytes, command.frame_bytes, command.device)
+        return cls(command.spec, Path(command.image), *window, command.threads, fence)
 
     @property
     def subject(self) -> str:
@@ -73,7 +74,7 @@ class Engine(Protocol):
     def working_bytes(self) -> int:
         """Memory it will come to need beyond its weights and what a first short answer takes; 0 when unknown."""
 
-    def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
+    def wake(self, descriptors: list[int], fence_base: int | None = None) -> Mapping[str, Any]:
         """Map the frames, or start the foreign engine; values of the reply. The descriptors are the engine's now."""
 
     def evict(self, *, trim: bool) -> int:

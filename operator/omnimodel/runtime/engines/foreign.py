@@ -98,7 +98,7 @@ class ForeignEngine:
 
     # Command thread
 
-    def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
+    def wake(self, descriptors: list[int], fence_base: int | None = None) -> Mapping[str, Any]:  # noqa: ARG002
         """Start the server and wait until it is healthy.
 
         Raises:

@@ -9,18 +9,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from omnimodel.errors import ImageError, OmniError, Reason
+from omnimodel.memory.devices import open_window
 from omnimodel.memory.image import ASSETS_FOLDER, Index, read_index
 from omnimodel.runtime import publishing, signature, tasks
 from omnimodel.runtime.binding import bind
 from omnimodel.runtime.engines import TEXT_GENERATION, Setting, name_of, subject_of
 from omnimodel.runtime.handlers import HandlerError, call, calling, load_class
 from omnimodel.runtime.lane import Lane
+from omnimodel.runtime.pipelining import wait_before_use
 from omnimodel.runtime.quantization import FORMATS
 from omnimodel.runtime.sdk import Model, Source
 
@@ -91,11 +94,13 @@ class OwnEngine:
         self._window = _window(setting, index)
         if module is not None:
             bind(subject, module.eval(), index, self._window)
+            if self._window is not None and setting.fence is not None:
+                wait_before_use(module, index, self._window)
         elif index.tensors:
             raise ImageError(subject, "its image has tensors, but build() makes no module", "publish it again")
         model.module = module
         call(subject, "load()", model.load)
-        self._serving = _serving(setting, model, index)
+        self._serving = _serving(setting, model, index, self._window)
         gc.collect()
         trim_heap()
 
@@ -109,12 +114,12 @@ class OwnEngine:
         assert self._serving is not None
         return self._serving.working_bytes()
 
-    def wake(self, descriptors: list[int]) -> Mapping[str, Any]:
-        """Map the frames and compute."""
+    def wake(self, descriptors: list[int], fence_base: int | None = None) -> Mapping[str, Any]:
+        """Map the frames and compute, each part of the model as soon as it has arrived."""
         assert self._serving is not None
         began = time.perf_counter()
         if self._window is not None:
-            self._window.map(descriptors)
+            self._window.map(descriptors, fence_base=fence_base)
         elif descriptors:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -131,6 +136,7 @@ class OwnEngine:
             self._window.unmap()
         if trim:
             self._serving.trim()
+            torch.cuda.empty_cache()  # nothing where CUDA was not started
             trim_heap()
         return frozen
 
@@ -141,14 +147,20 @@ class OwnEngine:
 
 
 class Prediction:
-    """Serves `predict`."""
+    """Serves `predict`. A handler may read its weights in any order, on any stream: its steps begin when all are there.
 
-    def __init__(self, setting: Setting, model: Model) -> None:
+    Args:
+        setting: of the engine.
+        model: the handler.
+        window: of its weights; None when it has none.
+    """
+
+    def __init__(self, setting: Setting, model: Model, window: Window | None) -> None:
         predict = getattr(model, "predict", None)
         if predict is None:
             raise HandlerError(setting.subject, f"{type(model).__name__} has no predict()", "write one")
         try:
-            self._lane = Lane(lambda: set_threads(setting.threads), torch.inference_mode)
+            self._lane = Lane(lambda: set_threads(setting.threads), partial(_step, window))
             count = getattr(model, "count_tokens", None)
             self._predictor = tasks.Predictor(setting.subject, setting.name, predict, self._lane, count)
         except signature.SignatureProblem as error:
@@ -187,7 +199,13 @@ class Prediction:
         """The lane's thread ends with the process."""
 
 
-def _serving(setting: Setting, model: Model, index: Index) -> Serving:
+def _step(window: Window | None) -> torch.inference_mode:
+    if window is not None:
+        window.settle()
+    return torch.inference_mode()
+
+
+def _serving(setting: Setting, model: Model, index: Index, window: Window | None) -> Serving:
     if setting.spec["task"] == TEXT_GENERATION:
         if setting.spec["engine"] != "transformers":
             raise OmniError(
@@ -199,7 +217,7 @@ def _serving(setting: Setting, model: Model, index: Index) -> Serving:
         from omnimodel.runtime.generation.serving import TextGeneration
 
         return TextGeneration(setting, model, index)
-    return Prediction(setting, model)
+    return Prediction(setting, model, window)
 
 
 def make_model(spec: Mapping[str, Any], dtype: str, device: str) -> Model:
@@ -227,8 +245,13 @@ def make_model(spec: Mapping[str, Any], dtype: str, device: str) -> Model:
     model.options = dict(spec.get("options") or {})
     model.files = dict(handler.get("files") or {})
     model.dtype = publishing.torch_dtype(subject, dtype or "auto")
-    model.device = "cpu" if device == "host" else device
+    model.device = torch_device(device)
     return model
+
+
+def torch_device(device: str) -> str:
+    """What torch calls a device of the agent."""
+    return "cpu" if device == "host" else device
 
 
 def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
@@ -280,15 +303,10 @@ def _window(setting: Setting, index: Index) -> Window | None:
         return None
     if index.bytes > setting.image_bytes:
         raise ImageError(setting.subject, f"its image has {index.bytes} bytes, the agent said {setting.image_bytes}")
-    frames = -(-setting.image_bytes // setting.frame_bytes)
-    if setting.device.startswith("cuda"):
-        from omnimodel.memory.devices.cuda_window import CudaWindow
-
-        window: Window = CudaWindow(setting.device, frames, setting.frame_bytes)
-        return window
-    from omnimodel.memory.devices.host_window import HostWindow
-
-    return HostWindow(frames, setting.frame_bytes)
+    window = open_window(setting.device, -(-setting.image_bytes // setting.frame_bytes), setting.frame_bytes)
+    if setting.fence is not None:
+        window.follow(setting.fence)
+    return window
 
 
 def set_threads(threads: int) -> None:

@@ -173,7 +173,7 @@ class Encoder(Pretrained):
         for row, tokens in enumerate(batch):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
 
     def working_bytes(self) -> int:
         """The largest forward pass: a batch that is full, or one text as long as the model can read."""
@@ -206,12 +206,12 @@ class Embeddings(Encoder):
             if pooling == "cls":
                 vectors = hidden[:, 0]
             elif pooling == "last":
-                vectors = hidden[torch.arange(len(hidden)), mask.sum(1) - 1]
+                vectors = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
             else:
                 vectors = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
             if self.options.get("normalize", True):
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
-            rows.append(vectors.numpy())
+            rows.append(vectors.cpu().numpy())
         return np.concatenate(rows)
 
 
@@ -228,7 +228,7 @@ class TextClassification(Encoder):
         for encoded in self.batches(inputs):
             logits = self.module(**encoded).logits.float()
             scores = logits.sigmoid() if several else logits.softmax(-1)
-            answers += [{str(labels[i]): float(score) for i, score in enumerate(row)} for row in scores]
+            answers += [{str(labels[i]): score for i, score in enumerate(row)} for row in scores.tolist()]
         return answers
 
 
@@ -266,7 +266,7 @@ class SpeechRecognition(Pretrained):
         for start in range(0, max(len(audio.samples), 1), size):
             part = audio.samples[start : start + size]
             features = extractor(part, sampling_rate=audio.rate, return_tensors="pt").input_features
-            tokens = self.module.generate(features.to(self.dtype), do_sample=False, num_beams=1, **options)
+            tokens = self.module.generate(features.to(self.device, self.dtype), do_sample=False, num_beams=1, **options)
             texts.append(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True).strip())
         return " ".join(text for text in texts if text)
 

@@ -170,7 +170,8 @@ class Batching:
                 auto_switch_to_flash=False,
             ),
         )
-        cache.get_device_and_memory_breakdown = _own_memory
+        if self._module.device.type == "cpu":
+            cache.get_device_and_memory_breakdown = _own_memory
         processors = manager.logit_processor
         processors.logits_processor.append(Sampler())
         processors.tensors_required += 1
@@ -212,11 +213,18 @@ class Batching:
             self._loop.call_soon_threadsafe(what, self._resumed)
 
     def trim(self) -> None:
-        """Give the cache's pages back when no request needs them; they read as zeros afterwards."""
+        """Give the cache's memory back when no request needs it; on a CPU its pages read as zeros afterwards."""
         processor = self._manager.batch_processor if self._manager is not None else None
         if self.active or processor is None or not self._paused:
             return
-        _drop_pages(processor.cache.cache_tensor)
+        if self._module.device.type == "cpu":
+            _drop_pages(processor.cache.cache_tensor)
+            return
+        if self._pause is not None:  # without requests its loop takes no step
+            self._pause.close()
+            self._pause = None
+        self._manager.stop(block=True, timeout=2.0, hard_stop=True)
+        self._manager = None
 
     def stop(self) -> None:
         """End the loop's thread."""

@@ -95,7 +95,7 @@ def chosen(scores: torch.Tensor, sampling: Sampling, generated: Sequence[int]) -
         generated: tokens of this request so far.
     """
     if generated and (sampling.frequency_penalty or sampling.presence_penalty):
-        tokens, counts = torch.unique(torch.tensor(generated), return_counts=True)
+        tokens, counts = torch.unique(torch.tensor(generated, device=scores.device), return_counts=True)
         scores[tokens] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     for token, bias in sampling.bias.items():
         scores[token] += bias
@@ -113,5 +113,5 @@ def chosen(scores: torch.Tensor, sampling: Sampling, generated: Sequence[int]) -
         rest[0] = False  # the most likely token stays, whatever top_p is
         probabilities[tokens[rest]] = 0
     source = torch.Generator().manual_seed((sampling.seed * _ODD + len(generated)) % (1 << 63))
-    noise = torch.empty_like(probabilities).exponential_(generator=source)
-    return probabilities / noise
+    noise = torch.empty_like(probabilities, device="cpu").exponential_(generator=source)
+    return probabilities / noise.to(scores.device)
