@@ -9,12 +9,16 @@ the agent never reads a decision from it.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 
 import numpy as np
 
+from omnimodel.errors import OmniError
 from omnimodel.memory.devices.cuda_driver import Context, address_of, call, driver
+
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 _WRAP = 1 << 32
@@ -90,7 +94,10 @@ class Fence:
 
     def close(self) -> None:
         """Take the page back from the driver; no copy may be under way."""
-        self.page.close()
+        try:
+            self.page.close()
+        except OmniError as error:  # a device that has had a fault gives nothing back
+            log.warning("fence_not_closed error=%r", str(error))
         os.close(self.descriptor)
 
 
