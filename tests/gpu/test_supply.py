@@ -59,11 +59,12 @@ def test_a_pool_on_a_gpu(gpu, device, budget_bytes, frame_bytes):
     found = supply(pool(**device), MACHINE)
     assert (found.device, found.budget_bytes, found.frame_bytes) == ("cuda:0", budget_bytes, frame_bytes)
     assert (found.host_bytes, found.arena_bytes) == (6 * GIB, 6 * GIB * 3 // 4)
+    assert found.auto_dtype == "bfloat16"
 
 
 def test_cpu_is_the_cpu_beside_a_gpu(gpu):
     found = supply(pool(type="cpu"), MACHINE)
-    assert (found.device, found.arena_bytes) == ("host", 0)
+    assert (found.device, found.arena_bytes, found.auto_dtype) == ("host", 0, "")
 
 
 async def test_without_a_gpu_cuda_is_refused_and_the_pool_says_why(tmp_path):

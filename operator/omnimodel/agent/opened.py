@@ -79,7 +79,14 @@ class OpenedPool:
             lock = undo.enter_context(contextlib.closing(KeptLock(pool.subject, kept))) if kept != root else None
             layout = Layout(root, kept if lock else None)
             preparation = Preparation(
-                layout, spawner, found.device, found.frame_bytes, found.threads, published=published, doubt=doubt
+                layout,
+                spawner,
+                found.device,
+                found.frame_bytes,
+                found.threads,
+                published=published,
+                auto_dtype=found.auto_dtype,
+                doubt=doubt,
             )
             device = open_device(found.device, found.frame_bytes, arena_bytes=found.arena_bytes)
             undo.pop_all()

@@ -42,6 +42,7 @@ class Supply:
         host_bytes: arena and all other processes.
         arena_bytes: what of that the device pins for images; 0 when it pins nothing.
         threads: of one forward pass, where a manifest leaves it open.
+        auto_dtype: what dtype `auto` of a manifest is; as the processor computes when it is empty.
     """
 
     device: str
@@ -50,6 +51,7 @@ class Supply:
     host_bytes: int
     arena_bytes: int
     threads: int
+    auto_dtype: str = ""
 
 
 def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
@@ -67,18 +69,19 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
     device = _device(pool)
     if device == "host":
-        frame_bytes, whole_bytes, arena_bytes = HOST_FRAME_BYTES, machine.total_bytes, 0
+        frame_bytes, whole_bytes, arena_bytes, auto_dtype = HOST_FRAME_BYTES, machine.total_bytes, 0, ""
         auto_bytes = int(machine.available_bytes * AUTO_DEVICE_SHARE)
     else:
         from omnimodel.memory.devices.cuda import FRAME_BYTES
 
-        frame_bytes, whole_bytes, arena_bytes = FRAME_BYTES, device_bytes(device), int(host_bytes * ARENA_SHARE)
+        frame_bytes, whole_bytes, auto_dtype = FRAME_BYTES, device_bytes(device), "bfloat16"
+        arena_bytes = int(host_bytes * ARENA_SHARE)
         auto_bytes = int(whole_bytes * AUTO_CUDA_SHARE)
     if wish.frame_size is not None:
         frame_bytes = parse_bytes(wish.frame_size)
     budget_bytes = _bytes(wish.memory, whole_bytes, auto_bytes) // frame_bytes * frame_bytes
     cores = len(os.sched_getaffinity(0))
-    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, max(1, cores // 2))
+    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, max(1, cores // 2), auto_dtype)
 
 
 def _device(pool: OmniPool) -> str:
