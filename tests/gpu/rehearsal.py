@@ -22,7 +22,22 @@ from omnimodel.memory.devices.cuda_window import CudaWindow
 
 
 class RehearsalDriver(EmulatedDriver):
-    """Adds what the benchmark calls beyond the backend, and streams that proceed by themselves."""
+    """Adds what the benchmark calls beyond the backend, and streams that proceed by themselves while they may."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.flows = threading.Event()
+        self.flows.set()
+
+    def step(self) -> bool:
+        return self.flows.is_set() and super().step()
+
+    def lose(self) -> None:
+        """Fail as a device does that has had a fault: what was queued never runs."""
+        with self.lock:
+            self.fail["cuEventQuery"] = 0
+            for queue in self.streams.values():
+                queue.clear()
 
     def do_cuMemAllocHost(self, size):
         (address,) = self.do_cuMemAlloc(size)

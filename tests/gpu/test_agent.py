@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from gpu import rehearsal
 from omnimodel.agent import spawner
 from omnimodel.agent.zygotes import Zygotes
 from omnimodel.api import OmniPool
+from omnimodel.errors import DispatchError
 from omnimodel.memory.devices import cuda, cuda_driver
 from omnimodel.memory.ledger import Kind
 from omnimodel.runtime.zygote import PRELOAD
@@ -84,3 +89,102 @@ async def test_more_models_than_the_device_holds_all_answer_in_turn(world):
             assert await world.ask(f"m{seed}") == pytest.approx(world.answer(32, seed))
             world.check_ledger()
     assert world.broker.memory.device.name == world.agent.report().pool.device == "cuda:0"
+
+
+async def test_fifty_requests_at_once_over_four_models_are_all_answered_rightly(world):
+    await world.apply(*four(world))
+    seeds = [1 + index % 4 for index in range(50)]
+    answers = await asyncio.gather(*(world.ask(f"m{seed}") for seed in seeds))
+    assert answers == [pytest.approx(world.answer(32, seed)) for seed in seeds]
+
+
+async def test_a_process_takes_requests_while_its_frames_are_filled_and_computes_with_none_that_are_empty(world, gpu):
+    await world.apply(*four(world))
+    await world.agent.evict("default", "m1", 10)
+    await asyncio.gather(*(world.ask(f"m{seed}") for seed in (2, 3, 4)))  # they overwrite what m1 had
+    gpu.flows.clear()
+    try:
+        request = asyncio.create_task(world.ask("m1"))
+        await world.until(lambda: world.instance("m1").line.in_flight == 1, "it has the request")
+        assert world.instance("m1").resident
+        assert world.broker.memory.frames.filling("default/m1")
+        done, _ = await asyncio.wait([request], timeout=0.5)
+        assert not done
+    finally:
+        gpu.flows.set()
+    assert await request == pytest.approx(world.answer(32, 1))
+
+
+async def test_an_evict_gives_the_frames_back_and_what_nobody_needed_is_not_copied_again(world, gpu):
+    await world.apply(world.manifest("m1", mib=32, seed=1, working_mib=WORKING_MIB))
+    before = await world.ask("m1")
+    assert world.report("m1").device_bytes == (32 + WORKING_MIB) * MIB
+    await world.agent.evict("default", "m1", 10)
+    assert (world.report("m1").tier, world.report("m1").device_bytes) == ("warm", 0)
+    assert world.ledger.device.held_bytes() == 0
+    digest = world.instance("m1").prepared.image.digest
+    assert world.broker.memory.frames.valid_frames(digest) == 8
+    copied = []
+    gpu.after = copied.append
+    assert await world.ask("m1") == before
+    gpu.after = lambda _: None
+    assert "copy" not in copied
+    assert copied.count("write") == 2 * 8  # a wake of nothing that is missing advances the fence all the same
+
+
+async def test_a_copy_that_fails_ends_the_process_and_nothing_of_it_is_answered(world, gpu):
+    await world.apply(*four(world))
+    await world.agent.evict("default", "m1", 10)
+    await asyncio.gather(*(world.ask(f"m{seed}") for seed in (2, 3, 4)))
+    gpu.flows.clear()
+    try:
+        request = asyncio.create_task(world.ask("m1"))
+        await world.until(lambda: world.instance("m1").line.in_flight == 1, "it has the request")
+        pid = world.instance("m1").process.pid
+        gpu.lose()
+        with pytest.raises(DispatchError, match="was not copied to cuda:0"):
+            await request
+        await world.until(lambda: world.instance("m1").process is None, "its process is gone")
+    finally:
+        del gpu.fail["cuEventQuery"]
+        gpu.flows.set()
+    world.check_ledger()
+    assert not world.broker.memory.frames.quarantined()
+    await world.until(lambda: not world.instance("m1").failures.waiting(time.monotonic()), "it may be tried again")
+    assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
+    assert world.instance("m1").process.pid != pid
+
+
+async def test_a_process_killed_while_its_frames_are_filled_leaves_the_ledger_exact(world, gpu):
+    await world.apply(*four(world))
+    await world.agent.evict("default", "m1", 10)
+    await asyncio.gather(*(world.ask(f"m{seed}") for seed in (2, 3, 4)))
+    gpu.flows.clear()
+    try:
+        request = asyncio.create_task(world.ask("m1"))
+        await world.until(lambda: world.instance("m1").line.in_flight == 1, "it has the request")
+        os.kill(world.instance("m1").process.pid, signal.SIGKILL)
+        with pytest.raises(DispatchError, match="killed"):
+            await request
+        await world.until(lambda: world.instance("m1").process is None, "its process is gone")
+        assert world.broker.memory.frames.quarantined() == {"default/m1": 8}  # the copy goes on into them
+    finally:
+        gpu.flows.set()
+    await world.until(lambda: not world.broker.memory.frames.quarantined(), "the copy has ended")
+    world.check_ledger()
+    await world.until(lambda: not world.instance("m1").failures.waiting(time.monotonic()), "it may be tried again")
+    assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
+
+
+async def test_a_process_sees_its_gpu_and_holds_its_own_memory_on_the_host(world):
+    await world.apply(world.manifest("m1", mib=32, seed=1, working_mib=WORKING_MIB))
+    await world.ask("m1")
+    process = world.instance("m1").process
+    assert process.plan.devices == ("/dev/null", "/dev/zero", "/dev/nvidia0")
+    held = world.ledger.host.snapshot()
+    assert held.held["arena"] == {Kind.ARENA: 384 * MIB}
+    await world.broker.accounting.measure(world.instance("m1"))
+    assert world.ledger.host.held_bytes("default/m1", Kind.PROCESS) == world.instance("m1").private_bytes > 0
+    assert (
+        32 * MIB <= world.agent.report().pool.arena_bytes <= 128 * MIB
+    )  # images that are in it, of all that is pinned
