@@ -28,9 +28,11 @@ def ledger():
     return Ledger(0, 100 * MIB, 4 * MIB)
 
 
-def kept(ledger: Ledger, *models: SimpleNamespace, zygote_bytes: int = 0) -> tuple[Accounting, list[int]]:
+def kept(
+    ledger: Ledger, *models: SimpleNamespace, zygote_bytes: int = 0, on_host: bool = True
+) -> tuple[Accounting, list[int]]:
     given_up: list[int] = []
-    memory = SimpleNamespace(ledger=ledger)
+    memory = SimpleNamespace(ledger=ledger, device=SimpleNamespace(on_host=on_host))
     found = Accounting(memory, {m.name: m for m in models}, lambda: zygote_bytes, given_up.append)
     return found, given_up
 
@@ -65,6 +67,13 @@ async def test_on_the_device_it_is_covered_by_what_it_was_granted(ledger, state)
     accounts, given_up = kept(ledger, resident)
     await accounts.measure(resident)
     assert (resident.private_bytes, ledger.host.held_bytes(), given_up) == (500 * MIB, 0, [])
+
+
+async def test_beside_a_device_with_memory_of_its_own_it_is_held_on_the_host(ledger):
+    resident = model("default/a", 50 * MIB, State.RESIDENT)
+    accounts, _ = kept(ledger, resident, on_host=False)
+    await accounts.measure(resident)
+    assert ledger.host.held_bytes("default/a", Kind.PROCESS) == 50 * MIB
 
 
 async def test_one_process_that_cannot_be_measured_does_not_end_the_measuring(ledger, monkeypatch):
