@@ -9,6 +9,8 @@ import transformers
 from omnimodel.memory.image import ImageWriter, read_index
 from omnimodel.runtime import publishing
 from omnimodel.runtime.binding import bind
+from omnimodel.runtime.generation.batching import Batching
+from omnimodel.runtime.generation.sampling import Sampling
 from omnimodel.runtime.pipelining import LAYERED, wait_before_use
 
 SMALL = {
@@ -19,6 +21,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
 }
+GEMMA = SMALL | {"head_dim": 16}
 OTHERS = {"GPT2LMHeadModel": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128}, "BertModel": SMALL}
 
 
@@ -46,8 +49,8 @@ def build(name: str, **options):
     return kind._from_config(kind.config_class(**options), attn_implementation="sdpa").eval()
 
 
-def behind_a_copy(tmp_path, name: str, **options):
-    """The outputs of a model in memory and of one whose image arrives as it is waited for, and the window."""
+def arriving(tmp_path, name: str, **options):
+    """A model in memory, and one whose image arrives as it is waited for, with its window."""
     torch.manual_seed(3)
     ordinary = build(name, **options)
     with ImageWriter(tmp_path, 4096) as writer:
@@ -58,6 +61,12 @@ def behind_a_copy(tmp_path, name: str, **options):
         module = build(name, **options)
     bind("model", module, index, window)
     wait_before_use(module, index, window)
+    return ordinary, module, window
+
+
+def behind_a_copy(tmp_path, name: str, **options):
+    """The outputs of both, and the window."""
+    ordinary, module, window = arriving(tmp_path, name, **options)
     tokens = torch.arange(24).reshape(2, 12)
     with torch.inference_mode():
         return ordinary(tokens)[0], module(tokens)[0], window
@@ -80,3 +89,20 @@ def test_a_model_whose_code_was_not_read_for_it_waits_for_the_whole_image(tmp_pa
     expected, found, window = behind_a_copy(tmp_path, name, **OTHERS[name])
     assert torch.equal(found, expected)
     assert window.waits[0] == len(window.image)
+
+
+async def generated(module) -> list[int]:
+    batching = Batching("model", module, 64, 2)
+    batching.resume()
+    try:
+        steps = [step async for step in batching.generate([1, 2, 3, 4], 8, [], Sampling(temperature=0))]
+    finally:
+        batching.stop()
+    return [token for step in steps for token in step.tokens][-8:]
+
+
+@pytest.mark.parametrize(("name", "options"), [("LlamaForCausalLM", SMALL), ("GemmaForCausalLM", GEMMA)])
+async def test_the_batch_of_text_generation_waits_as_well(tmp_path, name, options):
+    ordinary, module, window = arriving(tmp_path, name, **options)
+    assert await generated(module) == await generated(ordinary)
+    assert (window.waits[0] == len(window.image)) == (name not in LAYERED)
