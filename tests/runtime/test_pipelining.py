@@ -84,6 +84,17 @@ def test_a_layer_waits_for_its_own_bytes_only(tmp_path, name, tied):
     assert window.waits[-1 if not tied else -2] > 0.9 * whole
 
 
+def test_a_handler_s_own_class_of_a_known_name_is_not_that_architecture():
+    class LlamaForCausalLM(torch.nn.Linear):
+        pass
+
+    window = ArrivingWindow(bytes(8))
+    module = LlamaForCausalLM(1, 1)
+    wait_before_use(module, None, window)
+    module(torch.ones(1))
+    assert window.waits == [8]
+
+
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_a_model_whose_code_was_not_read_for_it_waits_for_the_whole_image(tmp_path, name):
     expected, found, window = behind_a_copy(tmp_path, name, **OTHERS[name])

@@ -29,7 +29,8 @@ def wait_before_use(module: torch.nn.Module, index: Index, window: Window) -> No
         index: of the image.
         window: into which it is being copied when the model computes.
     """
-    if type(module).__name__ not in LAYERED:
+    kind = type(module)
+    if kind.__name__ not in LAYERED or not kind.__module__.startswith("transformers.models."):
         module.register_forward_pre_hook(lambda *_: window.settle())
         return
     parts = dict(_parts(module))
