@@ -49,7 +49,6 @@ def gpu(monkeypatch, tmp_path):
     ("device", "budget_bytes", "frame_bytes"),
     [
         pytest.param({"type": "cuda"}, 32 * GIB, 64 << 20, id="left to the machine"),
-        pytest.param({"type": "auto"}, 32 * GIB, 64 << 20, id="auto takes it"),
         pytest.param({"type": "cuda", "memory": "50%"}, 20 * GIB, 64 << 20, id="a share of the device"),
         pytest.param({"type": "cuda", "memory": "3Gi", "frameSize": "32Mi"}, 3 * GIB, 32 << 20, id="quantities"),
         pytest.param({"type": "cuda", "memory": 100 << 20}, 64 << 20, 64 << 20, id="whole frames"),
@@ -62,8 +61,9 @@ def test_a_pool_on_a_gpu(gpu, device, budget_bytes, frame_bytes):
     assert found.auto_dtype == "bfloat16"
 
 
-def test_cpu_is_the_cpu_beside_a_gpu(gpu):
-    found = supply(pool(type="cpu"), MACHINE)
+@pytest.mark.parametrize("wished", ["cpu", "auto"])
+def test_beside_a_gpu_the_cpu_serves_unless_cuda_is_wished(gpu, wished):
+    found = supply(pool(type=wished), MACHINE)
     assert (found.device, found.arena_bytes, found.auto_dtype) == ("host", 0, "")
 
 

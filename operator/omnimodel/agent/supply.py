@@ -85,18 +85,15 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
 
 
 def _device(pool: OmniPool) -> str:
-    """`host`, or `cuda:0` where that is wished, or left to the machine and it has one.
+    """`host`, or `cuda:0` where that is wished by its name: what has not run on hardware is nobody's default.
 
     Raises:
         OmniError: cuda is wished, and there is none.
     """
-    wished = pool.spec.device.type
-    if wished == "cpu":
+    if pool.spec.device.type != "cuda":
         return "host"
     if available():
         return "cuda:0"
-    if wished == "auto":
-        return "host"
     raise OmniError(
         pool.subject,
         "spec.device.type: cuda is asked for, and this machine has no NVIDIA GPU that can be used",

@@ -22,8 +22,8 @@ class Device(Part):
 
     type: Annotated[Literal["auto", "cpu", "cuda"], choice("auto", "cpu", "cuda")] = Field(
         default="auto",
-        description="auto takes the first NVIDIA GPU where there is one, else the CPU. cuda is refused with a sentence "
-        "where there is none.",
+        description="auto takes the CPU in this version, whatever GPUs there are; cuda takes the first NVIDIA GPU, "
+        "and is refused with a sentence where there is none.",
         examples=["cpu"],
     )
     count: Annotated[int, whole(1, 64, "how many devices, never an index,")] = Field(
