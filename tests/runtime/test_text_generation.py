@@ -106,7 +106,7 @@ async def test_a_stream_has_one_chunk_a_token_and_the_same_text(child):
 
 
 async def test_streams_frozen_by_an_evict_go_on_after_the_wake_without_a_lost_token(child, frames):
-    bodies = [chat(question, max_tokens=48, ignore_eos=True) for question in QUESTIONS]
+    bodies = [chat(question, max_tokens=24, ignore_eos=True) for question in QUESTIONS]
     expected = [await text_of(child, body) for body in bodies]
     for _ in range(3):
         seen = [[] for _ in bodies]
@@ -115,7 +115,7 @@ async def test_streams_frozen_by_an_evict_go_on_after_the_wake_without_a_lost_to
         reply = await frames.evict(child, child.frames, freeze=True)
         assert reply.values["frozen"] == 4
         before = [len(s) for s in seen]
-        assert all(count < 48 for count in before)
+        assert all(count < 24 for count in before)
         child.frames = await frames.wake(child)
         assert [joined(await task) for task in tasks] == expected
 
@@ -247,7 +247,7 @@ async def test_sixty_four_streams_at_once_lose_nothing(child):
 
 async def test_a_batch_larger_than_the_cache_is_answered_all_the_same(published, source):
     child = await published("smollm2", generation(options={"contextTokens": 192}), source)
-    bodies = [chat(QUESTIONS[i], max_tokens=32, ignore_eos=True) for i in (0, 1, 2, 0, 1, 2)]
+    bodies = [chat(QUESTIONS[i], max_tokens=16, ignore_eos=True) for i in (0, 1, 2, 0, 1, 2)]
     expected = [await text_of(child, body) for body in bodies[:3]] * 2
     answers = await asyncio.gather(*(text_of(child, body) for body in bodies))
     assert answers == expected
