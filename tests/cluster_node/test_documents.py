@@ -191,7 +191,7 @@ def test_what_there_is_to_look_at(reader: Reader) -> None:
 
 
 def test_a_pool_is_scaled_the_chart_upgraded_and_everything_removed(reader: Reader) -> None:
-    for part in ("kubectl scale", "helm upgrade", "helm uninstall"):
+    for part in ("replicas=2", "replicas=1", "helm upgrade", "helm uninstall"):
         try:
             reader.run(commands("docs/kubernetes.md", "Change", part))
         except ClusterError as error:
