@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,9 @@ async def test_an_evict_gives_the_frames_back_and_what_nobody_needed_is_not_copi
     assert copied.count("write") == 2 * 8  # a wake of nothing that is missing advances the fence all the same
 
 
-async def test_a_copy_that_fails_ends_the_process_and_nothing_of_it_is_answered(world, gpu):
+@asynccontextmanager
+async def asked_behind_its_copy(world, gpu):
+    """A request that m1 has while nothing of its image moves."""
     await world.apply(*four(world))
     await world.agent.evict("default", "m1", 10)
     await asyncio.gather(*(world.ask(f"m{seed}") for seed in (2, 3, 4)))
@@ -145,14 +148,21 @@ async def test_a_copy_that_fails_ends_the_process_and_nothing_of_it_is_answered(
     try:
         request = asyncio.create_task(world.ask("m1"))
         await world.until(lambda: world.instance("m1").line.in_flight == 1, "it has the request")
+        yield request
+    finally:
+        gpu.flows.set()
+
+
+async def test_a_copy_that_fails_ends_the_process_and_nothing_of_it_is_answered(world, gpu):
+    async with asked_behind_its_copy(world, gpu) as request:
         pid = world.instance("m1").process.pid
         gpu.lose()
-        with pytest.raises(DispatchError, match="was not copied to cuda:0"):
-            await request
-        await world.until(lambda: world.instance("m1").process is None, "its process is gone")
-    finally:
-        del gpu.fail["cuEventQuery"]
-        gpu.flows.set()
+        try:
+            with pytest.raises(DispatchError, match="was not copied to cuda:0"):
+                await request
+            await world.until(lambda: world.instance("m1").process is None, "its process is gone")
+        finally:
+            del gpu.fail["cuEventQuery"]
     world.check_ledger()
     assert not world.broker.memory.frames.quarantined()
     await world.until(lambda: not world.instance("m1").failures.waiting(time.monotonic()), "it may be tried again")
@@ -161,20 +171,12 @@ async def test_a_copy_that_fails_ends_the_process_and_nothing_of_it_is_answered(
 
 
 async def test_a_process_killed_while_its_frames_are_filled_leaves_the_ledger_exact(world, gpu):
-    await world.apply(*four(world))
-    await world.agent.evict("default", "m1", 10)
-    await asyncio.gather(*(world.ask(f"m{seed}") for seed in (2, 3, 4)))
-    gpu.flows.clear()
-    try:
-        request = asyncio.create_task(world.ask("m1"))
-        await world.until(lambda: world.instance("m1").line.in_flight == 1, "it has the request")
+    async with asked_behind_its_copy(world, gpu) as request:
         os.kill(world.instance("m1").process.pid, signal.SIGKILL)
         with pytest.raises(DispatchError, match="killed"):
             await request
         frames = world.broker.memory.frames  # the copy goes on into them
         await world.until(lambda: frames.quarantined() == {"default/m1": 8}, "they are set apart")
-    finally:
-        gpu.flows.set()
     await world.until(lambda: not world.broker.memory.frames.quarantined(), "the copy has ended")
     world.check_ledger()
     await world.until(lambda: not world.instance("m1").failures.waiting(time.monotonic()), "it may be tried again")
