@@ -162,7 +162,8 @@ async def test_children_outlive_their_zygote_and_a_new_one_forks(tmp_path: Path)
         journal = os.listdir(many.spawner.state_dir / "journal")
         assert len([name for name in journal if name.startswith("zygote-")]) == 1, "the one that died is forgotten"
         os.kill(old.pid, signal.SIGKILL)
-        end = await asyncio.wait_for(asyncio.shield(old.exited), 60)
+        async with asyncio.timeout(60):
+            end = await asyncio.shield(old.exited)
         assert end.status in {-signal.SIGKILL, None}  # None before Linux 6.15: the one who was told has gone
         await old.released
         assert not alive(old.pid)

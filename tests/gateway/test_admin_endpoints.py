@@ -112,7 +112,8 @@ async def test_logs_are_followed_until_the_client_leaves(full: World) -> None:
 async def test_followed_logs_do_not_hold_up_the_end(full: World) -> None:
     response = await full.session.get(full.url + ADMIN_PATH + "/models/default/smollm2/logs?tail=1&follow")
     assert await response.content.readline() == b"line 0\n"
-    await asyncio.wait_for(full.listening.close(), 30)
+    async with asyncio.timeout(30):
+        await full.listening.close()
 
     assert await response.read() == b""
 

@@ -284,7 +284,8 @@ async def test_a_client_that_stops_in_the_middle_of_its_body_does_not_hold_the_g
     object.__setattr__(world.gateway.settings, "upload_silence_seconds", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", world.listening.port)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+    async with asyncio.timeout(10):
+        head = await reader.readuntil(b"\r\n")
     writer.close()
 
     assert b" 408 " in head

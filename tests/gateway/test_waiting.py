@@ -383,7 +383,8 @@ async def test_a_stream_in_flight_ends_before_the_gateway_does(world: World) -> 
     world.process.gate.set()
 
     assert (await response.read()).endswith(b"data: [DONE]\n\n")
-    await asyncio.wait_for(closing, 30)
+    async with asyncio.timeout(30):
+        await closing
 
 
 async def test_what_does_not_end_in_time_is_cut_off(world: World) -> None:
@@ -391,7 +392,8 @@ async def test_what_does_not_end_in_time_is_cut_off(world: World) -> None:
     world.process.gate.clear()
     response = await world.session.post(world.url + PATH, json={**CHAT, "stream": True, "chunks": 3})
     await response.content.readuntil(b"\n\n")
-    await asyncio.wait_for(world.listening.close(), 30)
+    async with asyncio.timeout(30):
+        await world.listening.close()
 
     await until(lambda: world.process.running == 0)
     assert world.agent.lines["smollm2"].opened == 0

@@ -78,7 +78,8 @@ async def world(tmp_path: Path, settings: Settings) -> AsyncIterator[World]:
     async with listening_world(process, agent, settings, backend) as found:
         yield found
     await backend.close()
-    await asyncio.wait_for(pod.listening.close(), 10)
+    async with asyncio.timeout(10):
+        await pod.listening.close()
     await agent.session.close()
     await process.stop()
 

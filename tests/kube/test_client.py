@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from kube.proxy import Proxy
 from kube.world import until
@@ -102,6 +102,28 @@ async def test_a_mirror_says_when_it_knows_everything_also_when_that_is_nothing(
     async with mirrored(kube, namespace, labels=none, on_synced=lambda: synced.append(1)) as mirror:
         assert mirror.items == {}
         assert synced == [1]
+
+
+async def test_a_mirror_that_is_cancelled_as_news_arrive_ends(kube: Kube, namespace: str, monkeypatch) -> None:
+    mirror = Mirror(kube, CONFIG_MAPS, namespace)
+    task = asyncio.create_task(mirror.run())
+    await mirror.wait_synced(30)
+    feed, cancelled = StreamReader.feed_data, asyncio.Event()
+
+    def cancel_too(self: StreamReader, data: bytes, *rest: Any) -> Any:
+        fed = feed(self, data, *rest)
+        if b'"type":"ADDED"' in data:  # whoever reads is woken, and then the cancel comes
+            asyncio.get_running_loop().call_soon(task.cancel)
+            cancelled.set()
+        return fed
+
+    monkeypatch.setattr(StreamReader, "feed_data", cancel_too)
+    await kube.apply(CONFIG_MAPS, config_map("a", namespace, x="1"), manager="one")
+    await cancelled.wait()
+    ended, _ = await asyncio.wait({task}, timeout=10)
+    task.cancel()
+    assert ended, "the cancel was lost"
+    assert task.cancelled()
 
 
 async def test_a_mirror_follows_through_cuts_and_a_forgotten_past(
@@ -198,4 +220,5 @@ async def test_a_leader_whose_lease_is_taken_ends(kube: Kube, namespace: str) ->
         return True
 
     await until(usurp, "the lease is taken")
-    await asyncio.wait_for(task, 10)
+    async with asyncio.timeout(10):
+        await task

@@ -114,7 +114,8 @@ async def test_killed_after_each_write_it_ends_as_it_should(
         wrote.clear()
         life = await begin().__aenter__()
         try:
-            await asyncio.wait_for(wrote.wait(), LIFE_SECONDS)
+            async with asyncio.timeout(LIFE_SECONDS):
+                await wrote.wait()
         except TimeoutError:
             break
         finally:

@@ -201,7 +201,8 @@ class PodController:
                 continue
             pause_seconds = SWEEP_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads, hides nothing
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._compare.wait(), pause_seconds)
+                async with asyncio.timeout(pause_seconds):
+                    await self._compare.wait()
 
     # Reconciling
 

@@ -194,7 +194,8 @@ class StatusWriter:
         wait: float | None = None
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._bell.wait()
             self._bell.clear()
             try:
                 wait = await self._write_all()

@@ -153,7 +153,8 @@ class Operator:
                 await work
             if self._stop.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.election.resign(), STOP_SECONDS)
+                    async with asyncio.timeout(STOP_SECONDS):
+                        await self.election.resign()
             await runner.cleanup()
 
     async def _run(self) -> None:

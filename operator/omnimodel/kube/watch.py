@@ -84,7 +84,7 @@ async def follow(
                 **selectors(labels, fields),
             }
             async with kube.stream(kind, namespace, query) as response:
-                while line := await asyncio.wait_for(response.content.readline(), silence_seconds):
+                while line := await _line(response, silence_seconds):
                     event = json.loads(line)
                     item = event["object"]
                     if event["type"] == "ERROR":
@@ -106,6 +106,11 @@ async def follow(
             least, most = BACKOFF_SECONDS
             pause_seconds = min(most, least * 2 ** min(failures, 10))
             await asyncio.sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311 - spreads, hides nothing
+
+
+async def _line(response: aiohttp.ClientResponse, silence_seconds: float) -> bytes:
+    async with asyncio.timeout(silence_seconds):
+        return await response.content.readline()
 
 
 def _error(kind: Kind, status: Mapping[str, Any]) -> KubeError:
@@ -173,7 +178,8 @@ class Mirror:
             OmniError: it did not come in time.
         """
         try:
-            await asyncio.wait_for(self._synced.wait(), deadline_seconds)
+            async with asyncio.timeout(deadline_seconds):
+                await self._synced.wait()
         except TimeoutError:
             raise OmniError(
                 "Kubernetes",

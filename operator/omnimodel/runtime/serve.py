@@ -94,15 +94,18 @@ class _Process:
         status, grace_seconds = await self._ending
         if self._traffic is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._traffic.idle.wait(), grace_seconds)
+                async with asyncio.timeout(grace_seconds):
+                    await self._traffic.idle.wait()
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._runner.cleanup(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._runner.cleanup()
         if self._engine is not None:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.to_thread(self._engine.stop), 10.0)
+                async with asyncio.timeout(10.0):
+                    await asyncio.to_thread(self._engine.stop)
         if self._stop_reply is not None:
             self._send(Reply(self._stop_reply, ok=True))
         return status
