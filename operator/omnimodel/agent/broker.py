@@ -128,8 +128,8 @@ class Broker:
     def _decide(self) -> float | None:
         """Apply what the policy says until it says nothing; when to ask again."""
         now = time.monotonic()
-        if self.moves.copy_bytes_per_second is not None:
-            self.constants = replace(self.constants, copy_bytes_per_second=self.moves.copy_bytes_per_second)
+        if self.moves.loads.copy_bytes_per_second is not None:
+            self.constants = replace(self.constants, copy_bytes_per_second=self.moves.loads.copy_bytes_per_second)
         for instance in self.instances.values():
             instance.door.admit()
         self._settle_budget()
@@ -144,7 +144,7 @@ class Broker:
                 [model_state(instance, now, self.moves) for instance in self.instances.values()],
                 self._free_bytes(),
                 self._drains,
-                self.moves.copying,
+                self.moves.loads.copying,
                 self.constants,
                 budget_bytes=self.budget_bytes,
             )

@@ -1,0 +1,207 @@
+"""Loads of instances: an image is copied into frames, and the process maps them, behind the copy where it can.
+
+A process with a fence waits for each byte before it reads it, so it maps its frames as the copy begins and computes
+while it goes on; any other maps them once all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from omnimodel.agent.proof import prove, proves_wakes
+from omnimodel.errors import LedgerError, OmniError, Reason
+from omnimodel.memory.ledger import Kind
+
+if TYPE_CHECKING:
+    from omnimodel.agent.instance import Instance
+    from omnimodel.agent.moves import DeviceMemory
+    from omnimodel.memory.devices import Copy, Frame
+    from omnimodel.memory.store import ImageRef
+
+_RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
+_RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
+_COPY_SECONDS = 120.0  # no image takes that long to copy
+FREED_SECONDS = 15.0  # from a kill to the free frames
+
+
+class Loads:
+    """See the module. One image is copied at a time; the policy sees to that.
+
+    Args:
+        memory: of the device.
+        worth: of an image by its digest; the least worth loses its frames first.
+        relieve: asks for so many bytes of host memory; whether any are coming.
+    """
+
+    def __init__(self, memory: DeviceMemory, *, worth: Callable[[str], float], relieve: Callable[[int], bool]) -> None:
+        self.copying: str | None = None
+        self.copy_bytes_per_second: float | None = None
+        self._memory = memory
+        self._worth = worth
+        self._relieve = relieve
+
+    async def load(self, instance: Instance) -> bool:
+        """WARM or FROZEN -> RESIDENT, or back; a process that does not map its frames is killed.
+
+        Returns:
+            Whether it is resident; if not, its process is at its end.
+
+        Raises:
+            OmniError: it cannot be loaded now; its process is where it was.
+        """
+        account, pool = self._memory.ledger.device, self._memory.frames
+        prepared, process = instance.prepared, instance.process
+        assert prepared is not None
+        image = prepared.image
+        worth_of = self._worth
+        held_before = account.held_bytes(instance.name, Kind.WORKING)
+        instance.begin_wake()
+        began = copy_seconds = 0.0
+        frames: tuple[Frame, ...] = ()
+        mapping: asyncio.Task[None] | None = None  # by a process that waits for each byte before it reads it
+
+        def begun(copy: Copy) -> None:
+            nonlocal mapping
+            if instance.fence is not None and instance.process is process:
+                mapping = asyncio.create_task(self._map(instance, frames, 0.0, copy.fence_base))
+
+        try:
+            if image is not None:
+                await self._room_on_host(image)
+            await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
+            await pool.make_room(worth_of)
+            if image is None or not prepared.frame_count:
+                account.grant(instance.name)
+            else:
+                async with self._memory.arena.staged(image, worth_of) as staged:
+                    allocation = pool.take(instance.name, image.digest, worth_of)
+                    frames, began = allocation.frames, time.perf_counter()
+                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS, fence=instance.fence, begun=begun)
+                self._learn_rate(allocation.missing * self._memory.device.frame_bytes, copy_seconds)
+        except (OmniError, OSError) as error:
+            if instance.process is not process:  # it died meanwhile, and all is freed
+                account.cancel(instance.name)
+                return False
+            if mapping is not None:  # what its streams wait for never comes: nothing of it may be answered
+                if not await instance.kill(explained(instance, error)):
+                    pool.quarantine(instance.name)
+                return False
+            account.cancel(instance.name)
+            pool.release(instance.name)
+            account.give_back(
+                instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
+            )
+            instance.wake_failed()
+            raise explained(instance, error) from None
+        except asyncio.CancelledError:
+            if mapping is not None:
+                mapping.cancel()
+            raise
+        finally:
+            self.end_copying(instance)
+            await asyncio.gather(*filter(None, [mapping]), return_exceptions=True)
+            instance.proving = False
+            self.drop_fence(instance)
+        if instance.process is not process or process is None:  # it died while its image was copied
+            self.free(instance)
+            return False
+        try:
+            if mapping is None:
+                await self._map(instance, frames, copy_seconds, None)
+            else:
+                mapping.result()
+                instance.note_wake(time.perf_counter() - began)
+        except OmniError as error:
+            await instance.kill(error)
+            if image is not None and error.reason is Reason.PROBE_FAILED:  # its copies in memory may be what is wrong
+                pool.forget(image.digest)
+                self._memory.arena.drop(image.digest)
+            return False
+        finally:
+            instance.proving = False
+        return True
+
+    async def _map(
+        self, instance: Instance, frames: tuple[Frame, ...], copy_seconds: float, fence_base: int | None
+    ) -> None:
+        """Let the process map its frames, and prove that it can compute with what is in them.
+
+        Raises:
+            OmniError: it cannot; its process is to be killed.
+        """
+        if self._memory.device.on_host:
+            self._memory.ledger.host.give_back(instance.name, Kind.PROCESS)
+        instance.proving = proves_wakes(instance)
+        await instance.wake(frames, copy_seconds, fence_base)
+        if instance.proving:
+            await prove(instance)
+
+    async def _room_on_host(self, image: ImageRef) -> None:
+        """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
+        deadline = time.monotonic() + FREED_SECONDS
+        while (short_bytes := self._memory.arena.short_bytes(image)) and time.monotonic() < deadline:
+            if not self._relieve(short_bytes):
+                return
+            await asyncio.sleep(0.01)
+
+    async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
+        """Have the bytes of a wake set aside. Victims were told to leave, but one that is killed takes a moment.
+
+        Raises:
+            LedgerError: they did not come free.
+        """
+        deadline = time.monotonic() + FREED_SECONDS
+        while True:
+            try:
+                self._memory.ledger.device.promise(instance.name, frame_count, working_bytes)
+                return
+            except LedgerError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.01)
+
+    def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
+        if copied_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
+            return
+        rate, measured = self.copy_bytes_per_second, copied_bytes / seconds
+        self.copy_bytes_per_second = measured if rate is None else rate + _RATE_WEIGHT * (measured - rate)
+
+    def free(self, instance: Instance) -> None:
+        """Free what an instance held whose process is gone."""
+        self._memory.frames.recover(instance.name)
+        self._memory.frames.release(instance.name)
+        self._memory.ledger.forget(instance.name)
+        self.drop_fence(instance)
+
+    def drop_fence(self, instance: Instance) -> None:
+        """Let go of the fence of a process that is gone, once no copy writes it any more."""
+        if instance.fence is not None and instance.process is None and not self._memory.frames.filling(instance.name):
+            instance.fence.close()
+            instance.fence = None
+
+    def end_copying(self, instance: Instance) -> None:
+        """Let the next image be copied."""
+        if self.copying == instance.name:
+            self.copying = None
+
+
+def explained(instance: Instance, error: Exception) -> OmniError:
+    """What broke a move off, as a person is told."""
+    if isinstance(error, OmniError):
+        return error
+    if not isinstance(error, TimeoutError):
+        return OmniError(
+            instance.subject,
+            f"a move of it broke off: {type(error).__name__}: {error}",
+            "see the log of the agent",
+            reason=Reason.INTERNAL,
+        )
+    return OmniError(
+        instance.subject,
+        f"its image was not copied to the device within {_COPY_SECONDS:g} s",
+        "see whether the machine is overloaded or its disk is failing",
+        reason=Reason.LOAD_TIMEOUT,
+    )
