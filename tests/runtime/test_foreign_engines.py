@@ -1,13 +1,17 @@
 """Foreign engines: a real HTTP server of somebody else's, started, spliced and stopped."""
 
 import asyncio
+import base64
 import json
 import os
 import socket
+import struct
 import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
+import httpx2
+import openai
 import pytest
 
 from omnimodel.errors import ImageError, OmniError
@@ -39,7 +43,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             except OSError:
                 print("client left", flush=True)
             return
-        self.send_response(200); self.send_header("Content-Length", str(len(body)))
+        status, answer = sys.argv[2:4] if sys.argv[2:3] in (["200"], ["400"]) else ("200", None)
+        body = body if answer is None else answer.encode()
+        self.send_response(int(status)); self.send_header("Content-Length", str(len(body)))
         if self.close_connection: self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
@@ -208,12 +214,12 @@ def test_a_gguf_file_that_is_cut_off_is_named_before_the_server_starts(tmp_path,
 
 
 @asynccontextmanager
-async def relaying(script, tmp_path, options):
-    """A session with the relay of engine llamacpp, behind which a server says everything back."""
+async def relaying(script, tmp_path, options, *answer):
+    """A session with the relay of engine llamacpp, behind which a server says everything back, or always `answer`."""
     ended = []
     found = setting(tmp_path, options=options)
     engine = ForeignEngine(
-        found, lambda port: [sys.executable, str(script), str(port)], "/health", ended.append, follows(found)
+        found, lambda port: [sys.executable, str(script), str(port), *answer], "/health", ended.append, follows(found)
     )
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "model.sock"))
@@ -270,7 +276,8 @@ async def test_what_the_llamacpp_server_follows_passes_unchanged(script, tmp_pat
         ("/v1/completions", "best_of", 2),
         ("/v1/completions", "messages", []),
         ("/v1/embeddings", "dimensions", 8),
-        ("/v1/embeddings", "encoding_format", "base64"),
+        ("/v1/embeddings", "encoding_format", "hex"),
+        ("/v1/completions", "encoding_format", "base64"),
     ],
 )
 async def test_what_the_llamacpp_server_would_pass_over_is_refused_by_its_name(script, tmp_path, path, name, value):
@@ -282,6 +289,51 @@ async def test_what_the_llamacpp_server_would_pass_over_is_refused_by_its_name(s
             assert (answer.status, error["param"], error["code"]) == (400, name, "unsupported_parameter")
             async with session.post(path, json=asked) as answer:
                 assert answer.status == 200
+
+
+VECTORS = [[0.5, -1.25, 0.1], [3.0, 0.0, -0.0]]
+
+
+def embedded(vectors):
+    """As the server of llama-cpp-python says it."""
+    found = [{"object": "embedding", "embedding": vector, "index": index} for index, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": 4, "total_tokens": 4}
+    return json.dumps({"object": "list", "data": found, "model": "llm", "usage": usage})
+
+
+@asynccontextmanager
+async def openai_client(tmp_path):
+    transport = httpx2.AsyncHTTPTransport(uds=str(tmp_path / "model.sock"))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield openai.AsyncOpenAI(base_url="http://model/v1", api_key="none", http_client=http, max_retries=0)
+
+
+async def test_vectors_of_the_llamacpp_server_are_told_in_base64_to_who_asks_for_it(script, tmp_path):
+    async with relaying(script, tmp_path, {}, "200", embedded(VECTORS)) as session:
+        async with openai_client(tmp_path) as client:  # asks for base64 unless told otherwise
+            answer = await client.embeddings.create(model="llm", input=["a", "b"])
+        assert [item.embedding for item in answer.data] == [pytest.approx(vector) for vector in VECTORS]
+        assert answer.usage.total_tokens == 4
+        asked = {"model": "llm", "input": ["a", "b"], "encoding_format": "base64"}
+        async with session.post("/v1/embeddings", json=asked) as raw:
+            found = await raw.json(content_type=None)
+        for item, vector in zip(found["data"], VECTORS, strict=True):
+            assert base64.b64decode(item["embedding"]) == struct.pack("<3f", *vector)
+        async with session.post("/v1/embeddings", json={**asked, "encoding_format": "float"}) as raw:
+            assert await raw.json(content_type=None) == json.loads(embedded(VECTORS))
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(400, '{"error": {"message": "too long"}}'), (200, embedded([[[0.5], [1.0]]]))],
+    ids=["an error", "a vector for each token"],
+)
+async def test_what_are_no_vectors_of_the_llamacpp_server_passes_as_it_is(script, tmp_path, status, said):
+    async with (
+        relaying(script, tmp_path, {}, str(status), said) as session,
+        session.post("/v1/embeddings", json={"input": "a", "encoding_format": "base64"}) as answer,
+    ):
+        assert (answer.status, await answer.text()) == (status, said)
 
 
 async def test_a_body_of_unknown_length_or_no_json_is_refused_before_the_llamacpp_server(script, tmp_path):

@@ -88,9 +88,12 @@ handler reads them as `self.options`. Engine `command` takes those that a templa
 
 What a model would pass over in a request is refused with 400 and the field's name. So the own engines do, and so does
 engine `llamacpp` for its server, which would not say: `max_tokens` it follows, `max_completion_tokens` and
-`stream_options` it does not; `tools` only with a `chatFormat` made for them, such as `chatml-function-calling`; of
-embeddings it knows `encoding_format: float` alone. The server of engine `command` answers for itself: let it refuse
-what it does not know, as that of [magika](../examples/catalog/magika.yaml) does.
+`stream_options` it does not; `tools` only with a `chatFormat` made for them, such as `chatml-function-calling`. The
+server of engine `command` answers for itself: let it refuse what it does not know, as that of
+[magika](../examples/catalog/magika.yaml) does.
+
+The own engines and engine `llamacpp` tell embeddings in `encoding_format: float` or `base64`; only where a GGUF file
+has no pooling, and so a vector for each token, they are numbers either way.
 
 ## What must fit together
 

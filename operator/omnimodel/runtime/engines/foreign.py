@@ -2,7 +2,7 @@
 
 A wake starts the server and waits until it is healthy, an evict stops it. In between, every connection to the
 model's UNIX socket is one to the server, byte for byte. Only of an engine whose server passes over what it does not
-know is each request looked at first.
+know is each request looked at first, and where its server lacks a form of answer, that is made here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _LINGER_SECONDS = 2.0
 _HEAD_END = b"\r\n\r\n"
 _CLOSE = b"Connection: close"
 
-Check = Callable[[str, bytes], None]
+Translation = Callable[[bytes], bytes]  # of the body of an answer
+Check = Callable[[str, bytes], Translation | None]
 
 
 class ForeignEngine:
@@ -55,8 +56,9 @@ class ForeignEngine:
         argv: the command line, made for an address to listen on.
         health_path: what answers 2xx when the server is ready; empty when accepting a connection is enough.
         ended: called with the exit status when the server ends without being told to.
-        check: called with path and body of a request, raises RequestError for what the server would pass over; None
-            for a server that answers for itself.
+        check: called with path and body of a request, raises RequestError for what the server would pass over, and
+            says how the client wants an answer that the server gives otherwise; None for a server that answers for
+            itself.
     """
 
     def __init__(
@@ -242,8 +244,10 @@ class ForeignEngine:
             self.connections -= 1
             writer.close()
 
-    async def _engine(self, reader: asyncio.StreamReader) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the server, which has what had to be read to look at it.
+    async def _engine(
+        self, reader: asyncio.StreamReader
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Translation | None]:
+        """A connection to the server, which has what had to be read to look at it, and what becomes of its answer.
 
         Raises:
             RequestError: the server does not run, or it would pass over something.
@@ -251,20 +255,20 @@ class ForeignEngine:
         try:
             if not self._accepting:
                 raise ConnectionRefusedError
-            request = b"" if self._check is None else await _looked_at(reader, self._check)
-            engine = await (
+            request, translation = (b"", None) if self._check is None else await _looked_at(reader, self._check)
+            engine_reader, engine_writer = await (
                 asyncio.open_unix_connection(socket_path())
                 if self._unix
                 else asyncio.open_connection("127.0.0.1", self._port)
             )
         except OSError as error:
             raise RequestError(f"{self._setting.subject} is not resident", code=NOT_RESIDENT, status=503) from error
-        engine[1].write(request)
-        return engine
+        engine_writer.write(request)
+        return engine_reader, engine_writer, translation
 
 
-async def _looked_at(reader: asyncio.StreamReader, check: Check) -> bytes:
-    """The first request of a connection, made its last one: the next would pass unseen.
+async def _looked_at(reader: asyncio.StreamReader, check: Check) -> tuple[bytes, Translation | None]:
+    """The first request of a connection, made its last one: the next would pass unseen; and what `check` says of it.
 
     Raises:
         RequestError: `check` refuses it, or nobody could look at it.
@@ -279,10 +283,11 @@ async def _looked_at(reader: asyncio.StreamReader, check: Check) -> bytes:
     if b"transfer-encoding" in values:
         raise RequestError("The body has no Content-Length", status=411)
     body = await reader.readexactly(int(values.get(b"content-length", 0)))
+    translation = None
     if body:
-        check(unquote(urlsplit(asked.split(b" ")[1].decode("latin-1")).path), body)
+        translation = check(unquote(urlsplit(asked.split(b" ")[1].decode("latin-1")).path), body)
     kept = [field for field in fields if not field.lower().startswith(b"connection:")]
-    return b"\r\n".join((asked, *kept, _CLOSE)) + _HEAD_END + body
+    return b"\r\n".join((asked, *kept, _CLOSE)) + _HEAD_END + body, translation
 
 
 async def _splice(
@@ -290,11 +295,14 @@ async def _splice(
     writer: asyncio.StreamWriter,
     engine_reader: asyncio.StreamReader,
     engine_writer: asyncio.StreamWriter,
+    translation: Translation | None,
 ) -> None:
     """Carry bytes both ways until one side ends: a client that leaves is one that the engine sees leave."""
     ways = {
         asyncio.create_task(_carry(reader, engine_writer)),
-        asyncio.create_task(_carry(engine_reader, writer)),
+        asyncio.create_task(
+            _carry(engine_reader, writer) if translation is None else _translate(engine_reader, writer, translation)
+        ),
     }
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -310,6 +318,21 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         while chunk := await reader.read(_CHUNK_BYTES):
             writer.write(chunk)
             await writer.drain()
+
+
+async def _translate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, translation: Translation) -> None:
+    """Carry the one answer of a connection, translated if it is a whole answer to a request that succeeded."""
+    with suppress(OSError):
+        answer = await reader.read()
+        head, _, body = answer.partition(_HEAD_END)
+        status, *fields = head.split(b"\r\n")
+        length = b"content-length: %d"
+        if b" 200 " in status and length % len(body) in (field.lower() for field in fields):
+            body = translation(body)
+            kept = [field for field in fields if not field.lower().startswith(b"content-length:")]
+            answer = b"\r\n".join((status, *kept, length % len(body))) + _HEAD_END + body
+        writer.write(answer)
+        await writer.drain()
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: RequestError) -> None:

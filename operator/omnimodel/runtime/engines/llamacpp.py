@@ -1,13 +1,17 @@
 """Engine `llamacpp`: the OpenAI server of llama-cpp-python over a GGUF file.
 
 That server passes over fields that it does not know, and over some that it does. So the fields that it follows stand
-here, and a request with another one is refused.
+here, and a request with another one is refused. Vectors in base64, which the official client of OpenAI asks for unless
+it is told otherwise, it does not make: those are made here of its numbers.
 
 Source: llama_cpp/server/types.py and app.py of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from omnimodel.errors import SourceError
 from omnimodel.memory.devices.processor import multiplies_tiles
 from omnimodel.memory.readers import gguf
-from omnimodel.runtime.engines.foreign import Check, ForeignEngine, source_path
+from omnimodel.runtime.engines.foreign import Check, ForeignEngine, Translation, source_path
 from omnimodel.runtime.requests import read_object, refuse_others
 
 if TYPE_CHECKING:
@@ -84,13 +88,32 @@ def follows(setting: Setting) -> Check:
     words = {str((setting.spec.get("options") or {}).get("chatFormat")), *(setting.spec.get("args") or ())}
     calls = CALLS if words & _CALLING else frozenset()
 
-    def check(path: str, content: bytes) -> None:
-        if path in FIELDS:
-            said = read_object(content)
-            asked = {name: said[name] for name in said if said[name] not in (None, _NEUTRAL.get(name))}
-            refuse_others(asked, FIELDS[path] | calls)
+    def check(path: str, content: bytes) -> Translation | None:
+        if path not in FIELDS:
+            return None
+        said = read_object(content)
+        asked = {name: said[name] for name in said if said[name] not in (None, _NEUTRAL.get(name))}
+        translation = None
+        if path == "/v1/embeddings" and asked.get("encoding_format") == "base64":
+            del asked["encoding_format"]
+            translation = _in_base64
+        refuse_others(asked, FIELDS[path] | calls)
+        return translation
 
     return check
+
+
+def _in_base64(answer: bytes) -> bytes:
+    """An answer to /v1/embeddings with each vector as float32, little-endian, in base64.
+
+    A model that does not pool its tokens has a vector for each of them, which has no such form: it stays as it is.
+    """
+    said = json.loads(answer)
+    for item in said["data"]:
+        vector = item["embedding"]
+        if all(isinstance(number, int | float) for number in vector):
+            item["embedding"] = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return json.dumps(said).encode()
 
 
 def command_line(setting: Setting, port: int) -> list[str]:
