@@ -19,6 +19,7 @@ class Reason(StrEnum):
     TOO_LARGE = "TooLarge"
     OVER_COMMIT_LIMIT = "OverCommitLimit"
     SHARES_WITH_KEPT = "SharesWithKept"
+    AFFINITY_CONFLICT = "AffinityConflict"
     SIZE_UNKNOWN = "SizeUnknown"
     NO_PODS = "NoPods"
     TOO_FEW_PODS = "TooFewPods"
@@ -77,6 +78,7 @@ CURES: Mapping[str, str] = {  # for conditions, events and answers that know not
     Reason.SHARES_WITH_KEPT: (
         "keep fewer models resident (residency.keepResident), or raise spec.device.memory of the pool"
     ),
+    Reason.AFFINITY_CONFLICT: "raise spec.replicas of the pool, or correct spec.affinity of one of the two models",
     Reason.SIZE_UNKNOWN: "write resources.deviceMemory, or wait until it was measured",
     Reason.NO_PODS: "raise spec.replicas of the pool",
     Reason.TOO_FEW_PODS: "raise spec.replicas of the pool, or write a smaller spec.replicas.min of the model",

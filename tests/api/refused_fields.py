@@ -60,7 +60,46 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "nonsense",
         {"zzz": 1},
         [
-            "zzz: is an unknown field; possible are pool, servedNames, suspend, description, capabilities, metadata, source, runtime, resources, residency, mounts, limits, probe, replicas"
+            "zzz: is an unknown field; possible are pool, servedNames, suspend, description, capabilities, metadata, source, runtime, resources, residency, mounts, limits, probe, replicas, affinity"
+        ],
+    ),
+    (
+        "podAntiAffinity",
+        {"podAntiAffinity": {}},
+        ["podAntiAffinity: is an unknown field; did you mean spec.affinity.apart?"],
+    ),
+    (
+        "podAffinity",
+        {"affinity": {"podAffinity": {}}},
+        ["affinity.podAffinity: is an unknown field; did you mean spec.affinity.together?"],
+    ),
+    (
+        "nodeAffinity",
+        {"affinity": {"nodeAffinity": {}}},
+        [
+            "affinity.nodeAffinity: is an unknown field; say it in spec.pod.nodeSelector of the OmniPool, and name that in spec.pool"
+        ],
+    ),
+    (
+        "group in capitals",
+        {"affinity": {"together": ["RAG"]}},
+        ["affinity.together[0]: 'RAG': is no DNS label; write rag"],
+    ),
+    (
+        "one group only",
+        {"affinity": {"apart": "large"}},
+        ["affinity.apart: 'large': is not a list; write apart: [large]"],
+    ),
+    (
+        "too many groups",
+        {"affinity": {"apart": [f"g{index}" for index in range(17)]}},
+        ["affinity.apart: has more than 16 entries; write 16 at most"],
+    ),
+    (
+        "together and apart",
+        {"affinity": {"together": ["a", "rag"], "apart": ["rag"]}},
+        [
+            "affinity.apart: has a group that is in together as well; name it in one of the two: models of a group share pods, or never do"
         ],
     ),
     ("aliases", {"aliases": ["x"]}, ["aliases: is an unknown field; did you mean spec.servedNames?"]),

@@ -64,6 +64,8 @@ SAID: list[tuple[str, dict[str, Any]]] = [
         {"at": "/d", "near": [1, 2.5], "within": 0}, {"contentType": "audio/wav"}, {"minBytes": 100},
     ]}}),
     ("replicas", {"replicas": {"min": 0, "max": 1}}),
+    ("groups to share pods with, and one to keep away from", {"affinity": {"together": ["rag", "search"], "apart": ["large"]}}),
+    ("no groups, said", {"affinity": {"together": [], "apart": []}}),
 ]  # fmt: skip
 
 

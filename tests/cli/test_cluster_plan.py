@@ -41,6 +41,18 @@ def test_a_row_says_where_and_why(item: dict[str, Any], pods: list[str], why: st
     assert (row["model"], row["pods"], row["why"]) == ("work/m", pods, why)
 
 
+def test_a_row_of_a_model_that_serves_on_says_why_it_is_refused() -> None:
+    item = model("True", assigned=False)
+    refused = {
+        "type": "Stalled",
+        "status": "True",
+        "reason": "AffinityConflict",
+        "message": "is to be apart from work/a",
+    }
+    item["status"]["conditions"].append(refused)
+    assert _row(item)["why"] == "AffinityConflict: is to be apart from work/a"
+
+
 def of_size(name: str, mib: int, *pods: str, namespace: str = "work", **spec: Any) -> dict[str, Any]:
     status = {
         "assigned": [{"pod": pod, "why": WHY} for pod in pods],

@@ -81,6 +81,18 @@ def test_plan_tells_ratio_sizes_and_what_excludes_what(folder: Path, tmp_path: P
     assert not (tmp_path / "state").exists(), "plan must not touch the state directory"
 
 
+def test_plan_tells_what_of_the_affinity_one_machine_does_not_keep(folder: Path, tmp_path: Path) -> None:
+    write_pool(folder, "default")
+    write_pool(folder, "other")
+    for name in ("ant", "bee"):
+        write_model(folder, name, extra="affinity: {apart: [large]}")
+    write_model(folder, "cat", extra="affinity: {together: [rag]}")
+    write_model(folder, "dog", extra="pool: other\naffinity: {together: [rag]}")
+    done = run("plan", folder, "--state-dir", tmp_path / "state")
+    assert "is to be apart from default/ant (group large), and one machine is one pod: they take turns" in done.stdout
+    assert "is to be together with default/cat (group rag), which is older and asks for pool default" in done.stdout
+
+
 def test_plan_as_json(folder: Path, tmp_path: Path) -> None:
     write_pool(folder, "default", "1Gi")
     write_pool(folder, "other", "4Gi")

@@ -165,6 +165,18 @@ async def test_a_suspended_model_has_no_process_and_says_so_to_clients(folder: P
         assert (refusal.value.status, refusal.value.reason) == (503, Reason.SUSPENDED)
 
 
+async def test_models_to_be_apart_serve_all_the_same_and_are_told_that_a_machine_is_one_pod(folder: Path) -> None:
+    agent = StandInAgent()
+    for name in ("ant", "bee"):
+        write_model(folder, name, extra="affinity: {apart: [large]}")
+    async with controlling(folder, agent) as controller:
+        await until(lambda: agent.names == ["default/ant", "default/bee"], "their processes")
+        told = [event async for event in agent.events.follow(follow=False) if event.reason == "AffinityConflict"]
+        assert [event.name for event in told] == ["bee"]
+        assert "is to be apart from default/ant (group large), and one machine is one pod" in told[0].message
+        assert condition(controller, "bee")[0] == "True"
+
+
 class _Nothing:
     """A backend without models."""
 

@@ -61,6 +61,8 @@ OF_MODELS: list[tuple[str, Any, str]] = [
     ("metadata", {"owner": "search"}, "order"),
     ("description", "words as numbers", "seen"),
     ("replicas", {"min": 2}, "place"),
+    ("affinity.together", ["rag"], "seen"),
+    ("affinity.apart", ["large"], "seen"),
     ("pool", "other", "place"),
     ("suspend", True, "gone"),
 ]

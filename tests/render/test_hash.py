@@ -48,6 +48,7 @@ CHANGES: list[tuple[str, dict[str, Any], bool, bool]] = [
     ("other metadata", {"metadata": {"owner": "ads"}}, False, False),
     ("other capabilities", {"capabilities": []}, False, False),
     ("another probe", {"probe__timeout": "5s"}, False, False),
+    ("other models to be with, and to be without", {"affinity": {"together": ["rag"], "apart": ["large"]}}, False, False),
     ("suspended", {"suspend": True}, False, False),
 ]  # fmt: skip
 

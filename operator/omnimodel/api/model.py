@@ -207,6 +207,34 @@ class Replicas(Part):
     )
 
 
+class Affinity(Part):
+    """Which models share pods of the pool and which must not, by groups: labels of your choice within the namespace."""
+
+    together: list[Label] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Models of one such group go to the same pods, as many as the one that asks for most: required, as "
+        "podAffinity of Kubernetes is.",
+        examples=[["rag"]],
+    )
+    apart: list[Label] = Field(
+        default_factory=list,
+        max_length=16,
+        description="No two models of one such group are on the same pod: required, as podAntiAffinity of Kubernetes "
+        "is. On one machine, which is one pod, they take turns, and are told so.",
+        examples=[["large"]],
+    )
+    rules = (
+        Rule(
+            "!has(self.together) || !has(self.apart) || !self.together.exists(group, group in self.apart)",
+            lambda self: not set(self.together) & set(self.apart),
+            "has a group that is in together as well",
+            "name it in one of the two: models of a group share pods, or never do",
+            "apart",
+        ),
+    )
+
+
 def _counts_tokens(field: str, spec: ModelSpec) -> bool:
     """Whether a limit of tokens (snake_case) is not there, or is kept."""
     runtime = spec.runtime
@@ -271,6 +299,9 @@ class ModelSpec(Part):
         ],
     )
     replicas: Replicas | None = Field(default=None, description="How many pods hold it.", examples=[{"min": 2}])
+    affinity: Affinity = Field(
+        default=Affinity(), description="Which models it shares pods with.", examples=[{"together": ["rag"]}]
+    )
     rules = (
         Rule(
             "!has(self.resources) || !has(self.resources.devices) || self.resources.devices == 1",

@@ -123,6 +123,11 @@ SYNONYMS: dict[str, str] = {
     "expected": "spec.probe.expect",
     "body": "spec.probe.json",
     "cpus": "spec.resources.cpu",
+    "podaffinity": "spec.affinity.together",
+    "colocate": "spec.affinity.together",
+    "antiaffinity": "spec.affinity.apart",
+    "podantiaffinity": "spec.affinity.apart",
+    "exclusiongroup": "spec.affinity.apart",
 }
 # Names that mean something that nobody has to say here.
 REMARKS: dict[str, str] = {
@@ -142,7 +147,7 @@ REMARKS: dict[str, str] = {
     "apikey": "remove it, or write spec.runtime.env: {NAME: {secretKeyRef: {name: NAME, key: KEY}}}",
     "nodeselector": "say it in spec.pod.nodeSelector of the OmniPool, and name that in spec.pool",
     "tolerations": "say it in spec.pod.tolerations of the OmniPool, and name that in spec.pool",
-    "affinity": "say it in spec.pod of the OmniPool, and name that in spec.pool",
+    "nodeaffinity": "say it in spec.pod.nodeSelector of the OmniPool, and name that in spec.pool",
     "checks": "remove it: there are no checks beside spec.probe yet",
     "preprocess": "remove it: the handler of engine python does it",
     "postprocess": "remove it: the handler of engine python does it",

@@ -41,6 +41,8 @@ spec:
   limits:
     concurrency: 16
     deadline: 2m
+  affinity:
+    apart: [large]
   probe:
     path: /v1/chat/completions
     json: {messages: [{role: user, content: "What is the capital of France?"}], max_tokens: 8, temperature: 0}

@@ -99,9 +99,11 @@ def _demand(item: Mapping[str, Any]) -> ModelDemand:
 
 def _row(item: Mapping[str, Any]) -> dict[str, Any]:
     status = item.get("status") or {}
-    ready = output.condition(item, "Ready")
+    stalled = output.condition(item, "Stalled")  # what was refused may serve as it was before
+    said = stalled if stalled.get("status") == "True" else output.condition(item, "Ready")
     placed = "; ".join(str(entry.get("why", "")) for entry in status.get("assigned") or ())
-    why = placed if ready.get("status") == "True" else f"{ready.get('reason', 'Pending')}: {ready.get('message', '')}"
+    ready = said.get("type") == "Ready" and said.get("status") == "True"
+    why = placed if ready else f"{said.get('reason', 'Pending')}: {said.get('message', '')}"
     return {
         "model": output.full_name(item),
         "bytes": _bytes(item),

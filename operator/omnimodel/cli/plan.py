@@ -112,7 +112,8 @@ def _rows(desired: Desired) -> Iterator[tuple[str, str, str, str]]:
         size_bytes = desired.sizes.get(model.key, 0)
         shown = output.size(size_bytes) if size_bytes else "unknown"
         if refusal is None:
-            remarks = [message for reason, message in desired.notes.get(model.key, ()) if reason == Reason.NAME_TAKEN]
+            told = (Reason.NAME_TAKEN, Reason.AFFINITY_CONFLICT)
+            remarks = [message for reason, message in desired.notes.get(model.key, ()) if reason in told]
             yield _short(model.key), shown, next(iter(demands), "-"), "; ".join(remarks)
         elif refusal.reason != Reason.POOL_NOT_FOUND or model.spec.pool == desired.pool.metadata.name:
             yield _short(model.key), shown, "-", f"{refusal.reason}: {refusal.message}"

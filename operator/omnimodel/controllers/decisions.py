@@ -32,6 +32,8 @@ def demand_of(model: OmniModel, measured_bytes: int) -> ModelDemand:
         keep_resident=spec.residency.keep_resident,
         priority=priority_number(spec.residency.priority),
         suspended=spec.suspend,
+        together=tuple(spec.affinity.together),
+        apart=tuple(spec.affinity.apart),
     )
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool, parse
-from omnimodel.controllers.decisions import unix_seconds
+from omnimodel.controllers.decisions import demand_of, unix_seconds
 from omnimodel.errors import ManifestError, Reason
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, Kind, key_of
+from omnimodel.placement.affinity import divided
 from omnimodel.placement.assignment import Finding
 
 Key = tuple[str, str]  # namespace, name
@@ -48,6 +49,8 @@ class Cache:
     _names: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     _by_pool: dict[str, set[Key]] = field(default_factory=lambda: defaultdict(set))
     _pool_of: dict[Key, str] = field(default_factory=dict)
+    _by_group: dict[tuple[str, str], set[Key]] = field(default_factory=lambda: defaultdict(set))  # of affinity.together
+    _groups_of: dict[Key, tuple[str, ...]] = field(default_factory=dict)
 
     def put(self, kind: Kind, item: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
         """Take an object, unless a newer one is known; whether it was taken, and what was there before."""
@@ -156,6 +159,8 @@ class Cache:
         pool = self._pool_of.pop(key, None)
         if pool is not None:
             self._by_pool[pool].discard(key)
+        for group in self._groups_of.pop(key, ()):
+            self._by_group[key[0], group].discard(key)
         model = self.model(key)
         if not isinstance(model, OmniModel):
             return
@@ -165,6 +170,9 @@ class Cache:
             self._claims[name][key] = (since, f"{key[0]}/{key[1]}")
         self._pool_of[key] = model.spec.pool
         self._by_pool[model.spec.pool].add(key)
+        self._groups_of[key] = tuple(model.spec.affinity.together)
+        for group in model.spec.affinity.together:
+            self._by_group[key[0], group].add(key)
 
     def names_of(self, key: Key) -> tuple[str, ...]:
         """Names that a model asks for."""
@@ -173,6 +181,16 @@ class Cache:
     def rivals(self, names: Iterable[str]) -> set[Key]:
         """Models that ask for any of these names."""
         return {key for name in names for key in self._claims.get(name, ())}
+
+    def companions(self, namespace: str, groups: Iterable[str]) -> set[Key]:
+        """Models of a namespace that are in any of these groups of affinity.together."""
+        return {key for group in groups for key in self._by_group.get((namespace, group), ())}
+
+    def divided(self, pool: Key) -> Mapping[str, Finding]:
+        """Models of a pool that are to be together with an older one of another pool, and that sentence."""
+        mine = {(key[0], group) for key in self.models_of(pool) for group in self._groups_of.get(key, ())}
+        keys = {key for namespace, group in mine for key in self.companions(namespace, (group,))}
+        return divided(demand_of(model, 0) for key in keys if isinstance(model := self.model(key), OmniModel))
 
     def granted(self, key: Key) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
         """The names that a model may have, for it is the oldest that asks for them; and who has the others."""

@@ -25,6 +25,7 @@ WHY_LIMIT = 1024  # characters, of the API
 _KEEPS_OLD = frozenset(
     {
         Reason.TOO_LARGE,
+        Reason.AFFINITY_CONFLICT,
         Reason.SOURCE_NOT_FOUND,
         Reason.INVALID_MANIFEST,
         Reason.NAME_TAKEN,

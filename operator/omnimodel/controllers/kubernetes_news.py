@@ -91,6 +91,10 @@ class News:
                     self._add(("pool", *pool))
             for rival in self._cache.rivals(_names(before) | _names(item)) - {key}:
                 self._add(("model", *rival))
+            for companion in self._cache.companions(key[0], _groups(before) | _groups(item)) - {key}:
+                pool = self._cache.pool_key(companion, _pool_name(self._cache.get(MODELS, companion)))
+                if pool is not None:
+                    self._add(("pool", *pool))
         elif _for_placement(before) != _for_placement(item):
             pool = self._cache.pool_key(key, _pool_name(item))
             if pool is not None:
@@ -211,6 +215,12 @@ def _names(item: Mapping[str, Any] | None) -> set[str]:
         return set()
     extra = (item.get("spec") or {}).get("servedNames") or ()
     return {item["metadata"]["name"], *(n if isinstance(n, str) else str(n.get("name")) for n in extra)}
+
+
+def _groups(item: Mapping[str, Any] | None) -> set[str]:
+    """Groups of affinity.together that a model is in."""
+    affinity = ((item or {}).get("spec") or {}).get("affinity") or {}
+    return {str(group) for group in affinity.get("together") or ()}
 
 
 def _for_placement(item: Mapping[str, Any] | None) -> object:

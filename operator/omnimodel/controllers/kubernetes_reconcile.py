@@ -199,6 +199,7 @@ class Reconciler:
             hurry=now - self._shrinking.get(key, now) > HURRY_SECONDS,
             fault=self._faults.get(key),
             missing=self._missing.get(key),
+            divided=self._cache.divided(key),
             now_seconds=now,
             unix_seconds=self._wall(),
         )

@@ -53,6 +53,7 @@ class PoolSnapshot:
         hurry: pods that go are not waited for any longer.
         fault: why the children cannot be made; None when they can.
         missing: what its sources refer to and is not there; None when nothing is known to be missing.
+        divided: models that are to be together with one of another pool, by their keys.
         now_seconds, unix_seconds: the monotonic clock, and the time of day.
     """
 
@@ -64,6 +65,7 @@ class PoolSnapshot:
     hurry: bool
     fault: Refusal | None
     missing: Refusal | None
+    divided: Mapping[str, Finding]
     now_seconds: float
     unix_seconds: float
 
@@ -96,7 +98,8 @@ def decide_pool(snapshot: PoolSnapshot, settings: AgentSettings) -> PoolDecision
     serving = {pod.name: pod.uid for pod in snapshot.pods if pod.answers(now)}
     limit = pool.spec.overcommit.limit if pool.spec.overcommit else 0.0
     supply = PoolSupply(pool.metadata.name, 0, limit, tuple(pod.name for pod in supplies))
-    placement = place([_demand(view, serving) for view in snapshot.models], supply, supplies)
+    demands = [_demand(view, serving, snapshot.divided.get(view.model.key)) for view in snapshot.models]
+    placement = place(demands, supply, supplies)
     needed = {name for pods in placement.pods.values() for name in pods}
     keep = replicas
     if not snapshot.hurry:
@@ -119,7 +122,7 @@ def _why_away(pod: PodView, now_seconds: float) -> Refusal:
     return Refusal("Pending", f"{pod.name} is being replaced" if pod.ending else f"it waits for {pod.name} to answer")
 
 
-def _demand(view: ModelView, serving: Mapping[str, str]) -> PodDemand:
+def _demand(view: ModelView, serving: Mapping[str, str], refusal: Finding | None) -> PodDemand:
     model, process = view.model, view.process
     spec: Mapping[str, Any] = (process or {}).get("spec") or {}
     same = spec.get("pool") == model.spec.pool and (spec.get("model") or {}).get("uid") == model.metadata.uid
@@ -136,6 +139,7 @@ def _demand(view: ModelView, serving: Mapping[str, str]) -> PodDemand:
             e["pod"] for e in entries if e.get("ready") and e["pod"] in serving and is_by(e, serving[e["pod"]])
         ),
         image=str(spec.get("publishHash", "")) if same else "",
+        refusal=refusal,
     )
 
 

@@ -10,7 +10,8 @@ from omnimodel.catalog import Catalog
 from omnimodel.controllers.decisions import demand_of, rendered
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
-from omnimodel.placement.assignment import Plan, PoolSupply, plan
+from omnimodel.placement.affinity import divided, on_one_pod
+from omnimodel.placement.assignment import Finding, ModelDemand, Plan, PoolSupply, plan, precedence
 
 DEFAULT_POOL = "default"
 
@@ -83,7 +84,7 @@ def decide(snapshot: Snapshot) -> Desired:
     placed = plan(demands, [_supply(pool, snapshot.budgets)])
     refused = {finding.model: Refusal(finding.reason, finding.problem, finding.cure) for finding in placed.refused}
     notes: dict[str, list[tuple[str, str]]] = {}
-    for finding in placed.warnings:
+    for finding in (*placed.warnings, *_affinity(demands, placed)):
         notes.setdefault(finding.model, []).append((str(finding.reason), finding.message))
     for model in models:
         wished = model.spec.replicas
@@ -106,6 +107,13 @@ def decide(snapshot: Snapshot) -> Desired:
             processes.append(found)
     sizes = {demand.key: demand.footprint_bytes for demand in demands}
     return Desired(models, pools, pool, tuple(processes), refused, notes, placed, sizes)
+
+
+def _affinity(demands: Sequence[ModelDemand], placed: Plan) -> list[Finding]:
+    """What of the models' affinity one machine does not keep; it refuses nobody for that, as replicas.min does not."""
+    here = [demand for demand in sorted(demands, key=precedence) if demand.key in placed.assigned]
+    elsewhere = divided(demands)
+    return [*on_one_pod(here), *(finding for key, finding in elsewhere.items() if key in placed.assigned)]
 
 
 def _chosen(pools: Sequence[OmniPool], name: str) -> OmniPool:

@@ -24,6 +24,7 @@ class ModelDemand:
         created_seconds: the oldest keeps a served name.
         keep_resident, priority, suspended: of the manifest.
         pod: where it is now; it stays there as long as it fits.
+        together, apart: groups of its namespace (see `affinity`).
     """
 
     namespace: str
@@ -36,6 +37,8 @@ class ModelDemand:
     priority: int = 500
     suspended: bool = False
     pod: str = ""
+    together: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -177,10 +180,11 @@ def plan(models: Sequence[ModelDemand], pools: Sequence[PoolSupply]) -> Plan:
 
 def precedence(model: ModelDemand) -> tuple[bool, int, float, str]:
     """Who is placed first: kept models, then the more important, then the older."""
-    return not model.keep_resident, -model.priority, *_age(model)
+    return not model.keep_resident, -model.priority, *age(model)
 
 
-def _age(model: ModelDemand) -> tuple[float, str]:
+def age(model: ModelDemand) -> tuple[float, str]:
+    """Who was there first."""
     return model.created_seconds, model.key
 
 
@@ -193,7 +197,7 @@ def grant_names(models: Iterable[ModelDemand]) -> tuple[dict[str, tuple[str, ...
     owner: dict[str, str] = {}
     granted: dict[str, tuple[str, ...]] = {}
     taken: list[Finding] = []
-    for model in sorted(models, key=_age):
+    for model in sorted(models, key=age):
         mine: list[str] = []
         for name in dict.fromkeys(model.served_names):
             if owner.setdefault(name, model.key) == model.key:

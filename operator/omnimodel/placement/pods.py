@@ -3,15 +3,21 @@
 It changes little: a model stays where it is as long as it may, and evening out moves few models at a time. A move is
 made before it is broken: the new pod comes to the old one, which is left once the new one serves.
 
+Models that are to be together are placed as one. Where not all of them have room, those that are there already stay,
+then the more important ones; the others are refused.
+
 Pods are compared by criteria in order, not by weighted scores (see `_preference`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from omnimodel.errors import Reason
+from omnimodel.placement.affinity import beside, exclusion, sets_together, together_group
 from omnimodel.placement.assignment import Finding, ModelDemand, PoolSupply, precedence, refusal_of
 from omnimodel.placement.state import bytes_text
 
@@ -53,6 +59,7 @@ class PodDemand:
         current: pods that hold it now.
         serving: pods that serve it, or can wake it.
         image: publish hash of its image; empty when unknown.
+        refusal: why it can have no pod of this pool at all; None when it can.
     """
 
     model: ModelDemand
@@ -60,6 +67,7 @@ class PodDemand:
     current: tuple[str, ...] = ()
     serving: frozenset[str] = frozenset()
     image: str = ""
+    refusal: Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -93,32 +101,130 @@ class Placement:
     footprint_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
+class _Unit:
+    """Models that go to the same pods: a set that is to be together, or one model.
+
+    Args:
+        demands: in the order in which they get what room there is.
+    """
+
+    def __init__(self, demands: Sequence[PodDemand]) -> None:
+        self.demands = tuple(demands)
+        self.models = [demand.model for demand in demands]
+        self.keys = frozenset(model.key for model in self.models)
+        self.footprint_bytes = sum(model.footprint_bytes for model in self.models)
+        self.images = [demand.image for demand in demands]
+        self.bound = any(model.together or model.apart for model in self.models)
+
+    @property
+    def first(self) -> ModelDemand:
+        """Who speaks for it."""
+        return self.models[0]
+
+    @cached_property
+    def wanted(self) -> int:
+        """Pods that it needs: as many as the model that asks for most."""
+        return max(1, *(demand.replicas for demand in self.demands))
+
+    @cached_property
+    def precedence(self) -> tuple[bool, int, float, str]:
+        """Of its first model: who has a stake in a pod comes first within a unit, the most important among all."""
+        return min(precedence(model) for model in self.models)
+
+    @cached_property
+    def current(self) -> tuple[str, ...]:
+        """Pods that hold most of its models."""
+        held = Counter(demand.current for demand in self.demands if demand.current)
+        return held.most_common(1)[0][0] if held else ()
+
+    @cached_property
+    def serving(self) -> frozenset[str]:
+        """Pods that serve all of its models."""
+        return frozenset.intersection(*(demand.serving for demand in self.demands))
+
+    def only(self, keys: Collection[str]) -> _Unit:
+        """The part of it with these models."""
+        return _Unit([demand for demand in self.demands if demand.model.key in keys])
+
+
+def _units(demands: Sequence[PodDemand]) -> list[_Unit]:
+    """The units of a pool's models, the most important first."""
+    by_key = {demand.model.key: demand for demand in demands}
+    order = sorted((demand.model for demand in demands), key=precedence)
+    units = []
+    for models in sets_together(order):
+        members = sorted((by_key[model.key] for model in models), key=lambda demand: precedence(demand.model))
+        pods = set(_Unit(members).current)
+        units.append(_Unit(sorted(members, key=lambda demand: pods.isdisjoint(demand.current))))
+    return sorted(units, key=lambda unit: unit.precedence)
+
+
 class _Board:
     """The placement while it is being made."""
 
-    def __init__(self, pool: PoolSupply, pods: Sequence[PodSupply]) -> None:
+    def __init__(self, pool: PoolSupply, pods: Sequence[PodSupply], demands: Sequence[PodDemand]) -> None:
         self.pool = pool
         self.pods = {pod.name: pod for pod in pods}
         self.loads: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}
+        self.units: dict[str, list[_Unit]] = {pod.name: [] for pod in pods}
         self.bytes: dict[str, int] = dict.fromkeys(self.loads, 0)
         self.chosen: dict[str, list[str]] = {}
         self.why: dict[str, dict[str, str]] = {}
+        self.guarded: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}
+        for demand in demands:
+            for name in demand.serving.intersection(demand.current, self.pods) if demand.model.apart else ():
+                self.guarded[name].append(demand.model)
 
-    def refusal(self, model: ModelDemand, pod: PodSupply) -> Finding | None:
-        supply = replace(self.pool, budget_bytes=pod.budget_bytes, pods=(pod.name,))
-        return refusal_of(model, supply, self.loads[pod.name])
+    def fits(self, model: ModelDemand, pod: PodSupply, load: Sequence[ModelDemand]) -> Finding | None:
+        """Why a model finds no room beside these; None when it does."""
+        return refusal_of(model, replace(self.pool, budget_bytes=pod.budget_bytes, pods=(pod.name,)), load)
 
-    def put(self, model: ModelDemand, pod: PodSupply, why: str) -> None:
+    def refusals(self, unit: _Unit, pod: PodSupply, load: Sequence[ModelDemand] | None = None) -> dict[str, Finding]:
+        """Why models of a unit cannot be on a pod with what it has (or another load); empty when all can."""
+        taken = list(self.loads[pod.name] if load is None else load)
+        found: dict[str, Finding] = {}
+        for demand in unit.demands:
+            model = demand.model
+            # Who goes from a pod may serve there until it does elsewhere; nobody comes to meet it.
+            there = taken if pod.name in demand.current else [*taken, *self.guarded[pod.name]]
+            finding = exclusion(model, pod.name, there) or self.fits(model, pod, taken)
+            if finding is None:
+                taken.append(model)
+            else:
+                found[model.key] = finding
+        return found
+
+    def placed(self, unit: _Unit) -> list[str]:
+        """Pods of a unit."""
+        return self.chosen.get(unit.first.key, [])
+
+    def put(self, unit: _Unit, pod: PodSupply, why: str) -> None:
+        self.units[pod.name].append(unit)
+        for demand in unit.demands:
+            new = why == WAS_THERE and pod.name not in demand.current
+            self.hold(demand.model, pod, _beside(unit, demand.model) if new else why)
+
+    def hold(self, model: ModelDemand, pod: PodSupply, why: str) -> None:
         self.chosen.setdefault(model.key, []).append(pod.name)
         self.why.setdefault(model.key, {})[pod.name] = why
         self.loads[pod.name].append(model)
         self.bytes[pod.name] += model.footprint_bytes
 
-    def take(self, model: ModelDemand, pod: PodSupply) -> None:
-        self.chosen[model.key].remove(pod.name)
-        del self.why[model.key][pod.name]
-        self.loads[pod.name].remove(model)
-        self.bytes[pod.name] -= model.footprint_bytes
+    def take(self, unit: _Unit, pod: PodSupply) -> None:
+        self.units[pod.name].remove(unit)
+        for model in unit.models:
+            self.chosen[model.key].remove(pod.name)
+            del self.why[model.key][pod.name]
+            self.loads[pod.name].remove(model)
+        self.bytes[pod.name] -= unit.footprint_bytes
+
+
+def _beside(unit: _Unit, model: ModelDemand) -> str:
+    others = [other for other in unit.models if other is not model]
+    if not others:
+        return "it goes where its group was"
+    other, group = together_group(model, others)
+    return f"it goes with {other.key} (group {group})"
 
 
 def place(
@@ -130,39 +236,45 @@ def place(
         demands: of all models that ask for the pool.
         pool: its name and over-commit limit.
         pods: all there are or will be.
-        moves: models that may be under way for evenness at the same time.
+        moves: models, or sets that are to be together, that may be under way for evenness at the same time.
     """
-    board = _Board(pool, pods)
     refused: list[Finding] = []
     warnings: list[Finding] = []
-    order = sorted(demands, key=lambda demand: precedence(demand.model))
+    wanted: list[PodDemand] = []
+    for demand in demands:
+        if demand.model.suspended:
+            message = "is suspended by its manifest (spec.suspend)"
+            refused.append(Finding(demand.model.key, Reason.SUSPENDED, message))
+        elif demand.refusal is not None:
+            refused.append(demand.refusal)
+        else:
+            wanted.append(demand)
+    board = _Board(pool, pods, [demand for demand in demands if not demand.model.suspended])
     held_bytes = {
-        name: sum(demand.model.footprint_bytes for demand in order if name in demand.current) for name in board.pods
+        name: sum(demand.model.footprint_bytes for demand in demands if name in demand.current) for name in board.pods
     }
     # Who has a pod keeps its bytes before anyone looks for room, or a newcomer would drive out who need not move.
-    for demand in order:
-        if not demand.model.suspended:
-            _keep(board, demand, held_bytes)
-    for demand in order:
-        model = demand.model
-        if model.suspended:
-            refused.append(Finding(model.key, Reason.SUSPENDED, "is suspended by its manifest (spec.suspend)"))
+    units = [(unit, _keep(board, unit, held_bytes)) for unit in _units(wanted)]
+    settled: list[_Unit] = []
+    for unit, kept in units:
+        part, left_out, lacking = _complete(board, unit, kept)
+        refused.extend(left_out.values())
+        if part is None:
             continue
-        finding = _complete(board, demand)
-        have = board.chosen.get(model.key, [])
-        if not have:
-            refused.append(finding or Finding(model.key, Reason.NO_PODS, f"pool {pool.name} has no pods"))
-            continue
-        if len(have) < max(1, demand.replicas):
-            cause = finding.problem if finding else f"pool {pool.name} has no other pod"
-            message = f"asks for {demand.replicas} pods and has {len(have)}: {cause}"
-            warnings.append(Finding(model.key, Reason.TOO_FEW_PODS, message))
-        if not model.footprint_bytes:
-            message = "its size on the device is not known until it was published; it is not counted yet"
-            warnings.append(Finding(model.key, Reason.SIZE_UNKNOWN, message))
-    for demand in order:
-        _stay_until_served(board, demand)
-    begun = _even_out(board, demands, moves)
+        settled.append(part)
+        have = len(board.placed(part))
+        for demand in part.demands:
+            model = demand.model
+            if have < max(1, demand.replicas):
+                cause = lacking.problem if lacking else f"pool {pool.name} has no other pod"
+                message = f"asks for {demand.replicas} pods and has {have}: {cause}"
+                warnings.append(Finding(model.key, Reason.TOO_FEW_PODS, message))
+            if not model.footprint_bytes:
+                message = "its size on the device is not known until it was published; it is not counted yet"
+                warnings.append(Finding(model.key, Reason.SIZE_UNKNOWN, message))
+    for unit in settled:
+        _stay_until_served(board, unit)
+    begun = _even_out(board, settled, moves)
     return Placement(
         pods={key: tuple(sorted(names)) for key, names in board.chosen.items() if names},
         why=board.why,
@@ -173,18 +285,31 @@ def place(
     )
 
 
-def _keep(board: _Board, demand: PodDemand, held_bytes: Mapping[str, int]) -> None:
-    """Leave a model on the pods it has, as far as they can and as many as it needs."""
-    wanted = max(1, demand.replicas)
-    usable = [board.pods[name] for name in demand.current if name in board.pods and not board.pods[name].leaving]
+def _keep(board: _Board, unit: _Unit, held_bytes: Mapping[str, int]) -> _Unit:
+    """Leave a unit on the pods it has, as far as they can and as many as it needs; the part that does, or all of it."""
+    usable = [board.pods[name] for name in unit.current if name in board.pods and not board.pods[name].leaving]
     usable = [pod for pod in usable if not pod.lost]
-    serving = [pod for pod in usable if pod.name in demand.serving]
-    if len(usable) > wanted and len(serving) == len(usable):
-        usable = _fewest_zones_shared(serving, wanted, held_bytes)  # the move is done: leave the fuller pods
+    serving = [pod for pod in usable if pod.name in unit.serving]
+    if len(usable) > unit.wanted and len(serving) == len(usable):
+        usable = _fewest_zones_shared(serving, unit.wanted, held_bytes)  # the move is done: leave the fuller pods
     usable.sort(key=lambda pod: pod not in serving)
-    for pod in usable[: wanted + 1]:
-        if board.refusal(demand.model, pod) is None:
-            board.put(demand.model, pod, WAS_THERE)
+    kept = unit
+    refusals = {pod.name: board.refusals(unit, pod) for pod in usable}
+    if usable and all(refusals.values()):  # not all of it can stay anywhere: those that can, where most can
+        best = min(usable, key=lambda pod: _missing(unit, refusals[pod.name]))
+        stay = unit.only(unit.keys - refusals[best.name].keys())
+        if any(best.name in demand.current for demand in stay.demands):
+            kept = stay
+        usable.sort(key=lambda pod: pod is not best)
+    for pod in usable[: unit.wanted + 1]:
+        if not board.refusals(kept, pod):
+            board.put(kept, pod, WAS_THERE)
+    return kept
+
+
+def _missing(unit: _Unit, refusals: Mapping[str, Finding]) -> tuple[bool, ...]:
+    """Which models of a unit a pod would leave out: to be compared, for the first of them matter most."""
+    return tuple(model.key in refusals for model in unit.models)
 
 
 def _fewest_zones_shared(pods: Sequence[PodSupply], wanted: int, held_bytes: Mapping[str, int]) -> list[PodSupply]:
@@ -199,48 +324,101 @@ def _fewest_zones_shared(pods: Sequence[PodSupply], wanted: int, held_bytes: Map
     return kept
 
 
-def _complete(board: _Board, demand: PodDemand) -> Finding | None:
-    """Find pods for what a model still lacks; the most hopeful refusal when there are too few."""
-    model = demand.model
-    refusals: list[Finding] = []
-    while len(board.chosen.get(model.key, ())) < max(1, demand.replicas):
-        taken = board.chosen.get(model.key, [])
+def _complete(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit | None, dict[str, Finding], Finding | None]:
+    """Find pods for what a unit still lacks.
+
+    Args:
+        board: to put it on.
+        unit: all of it.
+        kept: the part of it that has stayed where it was.
+
+    Returns:
+        The part that has pods, why the others have none, and the most hopeful refusal when there are too few pods.
+    """
+    part, left_out = unit, dict[str, Finding]()
+    if kept is not unit and board.placed(kept):
+        part, left_out = _reunite(board, unit, kept)
+    while True:
+        taken = board.placed(part)
+        if len(taken) >= part.wanted:
+            return part, left_out, None
         others = [pod for pod in board.pods.values() if pod.name not in taken and not pod.leaving]
         # Another replica on a pod that does not answer would help nobody.
-        others = [pod for pod in others if not pod.lost or not taken or pod.name in demand.current]
+        others = [pod for pod in others if not pod.lost or not taken or pod.name in part.current]
         # Elsewhere while anything else is there; a pod that leaves still serves until it is gone.
         others = others or [
-            pod for pod in board.pods.values() if pod.leaving and pod.name in demand.current and not taken
+            pod for pod in board.pods.values() if pod.leaving and pod.name in part.current and not taken
         ]
-        refusals = []
-        for pod in sorted(others, key=lambda pod: _preference(board, demand, pod)):
-            refusal = board.refusal(model, pod)
-            if refusal is None:
-                board.put(model, pod, _why(board, demand, pod))
-                break
-            refusals.append(refusal)
-        else:
-            finding = min(refusals, key=lambda finding: _HOPE.index(finding.reason), default=None)
-            if taken or finding is None or finding.reason != Reason.OVER_COMMIT_LIMIT:
-                return finding
-            if not _displace(board, demand, others):
-                return finding
-    return None
+        found = {pod.name: board.refusals(part, pod) for pod in others}
+        others.sort(key=lambda pod: (_missing(part, found[pod.name]), _preference(board, part, pod)))
+        refusals = found[others[0].name] if others else {}
+        if others and (not refusals or (not taken and len(refusals) < len(part.keys))):
+            all_of_it, part = part, part.only(part.keys - refusals.keys())
+            board.put(part, others[0], _why(board, part, others[0]))
+            left_out |= _left_out(board, all_of_it, part, others[0], refusals)
+            continue
+        finding = _most_hopeful(found[pod.name][part.first.key] for pod in others if part.first.key in found[pod.name])
+        if taken:
+            return part, left_out, finding
+        if finding is not None and finding.reason == Reason.OVER_COMMIT_LIMIT and _displace(board, part, others):
+            continue
+        for model in part.models:
+            none = Finding(model.key, Reason.NO_PODS, f"pool {board.pool.name} has no pods")
+            left_out[model.key] = _most_hopeful(found[pod.name][model.key] for pod in others) or none
+        return None, left_out, None
 
 
-def _displace(board: _Board, demand: PodDemand, pods: Sequence[PodSupply]) -> bool:
-    """Take less important models off the pod where the fewest bytes of them must go; they look for another later."""
-    model = demand.model
-    ways: list[tuple[bool, int, str, PodSupply, list[ModelDemand]]] = []
+def _reunite(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit, dict[str, Finding]]:
+    """Take a unit that is too large for where it is to a pod that has room for more of it, if there is one."""
+    pods = [board.pods[name] for name in board.placed(kept)]
+    whys = [board.why[kept.first.key][pod.name] for pod in pods]
     for pod in pods:
-        victims: list[ModelDemand] = []
+        board.take(kept, pod)
+    found = {pod.name: board.refusals(unit, pod) for pod in board.pods.values() if not (pod.leaving or pod.lost)}
+    ranked = sorted(found, key=lambda name: (_missing(unit, found[name]), _preference(board, unit, board.pods[name])))
+    here = min(_missing(unit, found[pod.name]) for pod in pods)
+    if _missing(unit, found[ranked[0]]) < here:
+        return unit, {}
+    for pod, why in zip(pods, whys, strict=True):
+        board.put(kept, pod, why)
+    refusals = {key: finding for key, finding in found[pods[0].name].items() if key not in kept.keys}
+    return kept, _left_out(board, unit, kept, pods[0], refusals)
+
+
+def _left_out(
+    board: _Board, unit: _Unit, part: _Unit, pod: PodSupply, refusals: Mapping[str, Finding]
+) -> dict[str, Finding]:
+    """Why the others of a unit are not on the pod that a part of it got."""
+    found = {}
+    for model in unit.models:
+        if model.key not in refusals:
+            continue
+        too_large = all(0 < other.budget_bytes < model.footprint_bytes for other in board.pods.values())
+        finding = refusals[model.key]
+        found[model.key] = finding if too_large else beside(model, part.models, pod.name, finding)
+    return found
+
+
+def _most_hopeful(findings: Iterable[Finding]) -> Finding | None:
+    return min(findings, key=lambda finding: _HOPE.index(finding.reason), default=None)
+
+
+def _displace(board: _Board, unit: _Unit, pods: Sequence[PodSupply]) -> bool:
+    """Take less important units off the pod where the fewest bytes of them must go; they look for another later."""
+    rank = min(model.priority for model in unit.models)
+    ways: list[tuple[bool, int, str, PodSupply, list[_Unit]]] = []
+    for pod in pods:
+        victims: list[_Unit] = []
         lesser = [
-            other for other in board.loads[pod.name] if other.priority < model.priority and not other.keep_resident
+            other
+            for other in board.units[pod.name]
+            if all(model.priority < rank and not model.keep_resident for model in other.models)
         ]
-        for other in sorted(lesser, key=precedence, reverse=True):
+        for other in sorted(lesser, key=lambda other: other.precedence, reverse=True):
             victims.append(other)
-            rest = [left for left in board.loads[pod.name] if left not in victims]
-            if refusal_of(model, replace(board.pool, budget_bytes=pod.budget_bytes), rest) is None:
+            gone = {key for victim in victims for key in victim.keys}
+            rest = [left for left in board.loads[pod.name] if left.key not in gone]
+            if not board.refusals(unit, pod, rest):
                 ways.append((pod.lost, sum(v.footprint_bytes for v in victims), pod.name, pod, victims))
                 break
     if not ways:
@@ -248,104 +426,115 @@ def _displace(board: _Board, demand: PodDemand, pods: Sequence[PodSupply]) -> bo
     *_, pod, victims = min(ways, key=lambda way: way[:3])
     for other in victims:
         board.take(other, pod)
-    board.put(model, pod, f"it is more important than {', '.join(other.key for other in victims)}")
+    names = ", ".join(model.key for other in victims for model in other.models)
+    board.put(unit, pod, f"it is more important than {names}")
     return True
 
 
-def _stay_until_served(board: _Board, demand: PodDemand) -> None:
-    """Keep a model on a pod that will go until it is served elsewhere."""
-    chosen = board.chosen.get(demand.model.key, [])
-    if not chosen or set(chosen) <= demand.serving:
+def _stay_until_served(board: _Board, unit: _Unit) -> None:
+    """Keep models on pods that they are to leave until all of their unit are served elsewhere."""
+    chosen = set(board.placed(unit))
+    if not chosen or chosen <= unit.serving:
         return
-    for name in demand.current:
-        pod = board.pods.get(name)
-        if pod is not None and pod.leaving and name in demand.serving and name not in chosen:
-            board.put(demand.model, pod, f"{name} will go, and serves until another does")
+    for demand in unit.demands:
+        for name in demand.current:
+            pod = board.pods.get(name)
+            if pod is None or pod.lost or name in chosen or name not in demand.serving:
+                continue
+            if pod.leaving:
+                board.hold(demand.model, pod, f"{name} will go, and serves until another does")
+            elif unit.bound and board.fits(demand.model, pod, board.loads[name]) is None:
+                board.hold(demand.model, pod, f"{name} serves until another does")
 
 
 # Nearest to being solved first.
-_HOPE = (Reason.OVER_COMMIT_LIMIT, Reason.SHARES_WITH_KEPT, Reason.TOO_LARGE)
+_HOPE = (Reason.OVER_COMMIT_LIMIT, Reason.AFFINITY_CONFLICT, Reason.SHARES_WITH_KEPT, Reason.TOO_LARGE)
 
 
-def _preference(
-    board: _Board, demand: PodDemand, pod: PodSupply
-) -> tuple[bool, bool, bool, bool, bool, bool, int, int, str]:
-    taken = [board.pods[name] for name in board.chosen.get(demand.model.key, ())]
-    total = board.bytes[pod.name] + demand.model.footprint_bytes
+def _preference(board: _Board, unit: _Unit, pod: PodSupply) -> tuple[bool, bool, bool, bool, bool, int, int, int, str]:
+    taken = [board.pods[name] for name in board.placed(unit)]
+    total = board.bytes[pod.name] + unit.footprint_bytes
     return (
         not pod.ready,  # an agent that answers
-        pod.name not in demand.current,  # where it was: moving from one that is away to another helps nobody
+        pod.name not in unit.current,  # where it was: moving from one that is away to another helps nobody
         pod.lost,  # one that may still come
         bool(pod.zone) and pod.zone in {other.zone for other in taken},  # in a zone of its own
         bool(pod.budget_bytes) and total > pod.budget_bytes,  # where all models are resident at once
-        not demand.image or demand.image not in pod.images,  # where its image is already
+        sum(image not in pod.images for image in unit.images),  # where most of its images are already
         board.bytes[pod.name],  # with the fewest bytes
         len(board.loads[pod.name]),  # then the fewest models
         pod.name,
     )
 
 
-def _why(board: _Board, demand: PodDemand, pod: PodSupply) -> str:
+def _why(board: _Board, unit: _Unit, pod: PodSupply) -> str:
     """The first criterion that set the pod apart, in words."""
-    if demand.image and demand.image in pod.images:
+    if any(image and image in pod.images for image in unit.images):
         return f"{pod.name} has its image"
     others = [other for other in board.pods.values() if other.name != pod.name]
     if not others:
         return f"{pod.name} is the only pod"
-    used = board.bytes[pod.name] - demand.model.footprint_bytes
-    return f"{pod.name} had the most room ({bytes_text(used)} assigned)"
+    return f"{pod.name} had the most room ({bytes_text(board.bytes[pod.name])} assigned)"
 
 
-def _even_out(board: _Board, demands: Sequence[PodDemand], moves: int) -> list[Move]:
-    """Begin to move models from the fullest pod to the emptiest one.
+def _even_out(board: _Board, units: Sequence[_Unit], moves: int) -> list[Move]:
+    """Begin to move units from the fullest pod to the emptiest one.
 
-    Only from a pod that is over-committed, only models that make the two more equal, and never past equality: the sum
+    Only from a pod that is over-committed, only units that make the two more equal, and never past equality: the sum
     of squares falls with each move, so that it comes to an end.
     """
     pods = [pod for pod in board.pods.values() if pod.ready and not pod.lost and not pod.leaving]
     if len(pods) < 2:
         return []
-    by_key = {demand.model.key: demand for demand in demands}
-    under_way = sum(
-        len(names) > max(1, by_key[key].replicas) or not set(names) <= by_key[key].serving
-        for key, names in board.chosen.items()
-        if set(names) != set(by_key[key].current) or len(names) > max(1, by_key[key].replicas)
-    )
+    free = moves - sum(_under_way(board, unit) for unit in units)
     begun: list[Move] = []
-    while under_way + len(begun) < moves:
+    while free > 0:
         fullest = max(pods, key=lambda pod: (board.bytes[pod.name], pod.name))
         emptiest = min(pods, key=lambda pod: (board.bytes[pod.name], pod.name))
         gap = board.bytes[fullest.name] - board.bytes[emptiest.name]
         if board.bytes[fullest.name] <= fullest.budget_bytes:
             break
         candidates = [
-            model
-            for model in board.loads[fullest.name]
-            if gap * WORTH_SHARE <= model.footprint_bytes <= gap / 2
-            and model.footprint_bytes
-            and _settled(board, by_key[model.key], fullest.name)
-            and emptiest.name not in board.chosen[model.key]
-            and not _worse_zone(board, model.key, fullest, emptiest)
-            and board.refusal(model, emptiest) is None
+            unit
+            for unit in board.units[fullest.name]
+            if gap * WORTH_SHARE <= unit.footprint_bytes <= gap / 2
+            and unit.footprint_bytes
+            and _settled(board, unit, fullest.name)
+            and emptiest.name not in board.placed(unit)
+            and not _worse_zone(board, unit, fullest, emptiest)
+            and not board.refusals(unit, emptiest)
         ]
         if not candidates:
             break
-        model = max(candidates, key=lambda m: (m.footprint_bytes, m.key))
+        unit = max(candidates, key=lambda unit: (unit.footprint_bytes, unit.first.key))
         message = (
             f"moves from {fullest.name} ({bytes_text(board.bytes[fullest.name])} assigned) to {emptiest.name}"
             f" ({bytes_text(board.bytes[emptiest.name])})"
         )
-        board.put(model, emptiest, message)
-        begun.append(Move(model.key, fullest.name, emptiest.name, message))
+        board.put(unit, emptiest, message)
+        begun.extend(Move(model.key, fullest.name, emptiest.name, message) for model in unit.models)
+        free -= 1
     return begun
 
 
-def _settled(board: _Board, demand: PodDemand, pod: str) -> bool:
-    """Whether a model is where it should be and serves there."""
-    chosen = board.chosen[demand.model.key]
-    return set(chosen) == set(demand.current) and pod in demand.serving and len(chosen) <= max(1, demand.replicas)
+def _under_way(board: _Board, unit: _Unit) -> bool:
+    """Whether a unit is not where it should be yet."""
+    for demand in unit.demands:
+        names = set(board.chosen[demand.model.key])
+        if len(names) > unit.wanted or (names != set(demand.current) and not names <= demand.serving):
+            return True
+    return False
 
 
-def _worse_zone(board: _Board, key: str, source: PodSupply, target: PodSupply) -> bool:
-    rest = {board.pods[name].zone for name in board.chosen[key] if name != source.name} - {""}
+def _settled(board: _Board, unit: _Unit, pod: str) -> bool:
+    """Whether a unit is where it should be and serves there."""
+    return pod in unit.serving and all(
+        set(chosen) == set(demand.current) and len(chosen) <= unit.wanted
+        for demand in unit.demands
+        for chosen in [board.chosen[demand.model.key]]
+    )
+
+
+def _worse_zone(board: _Board, unit: _Unit, source: PodSupply, target: PodSupply) -> bool:
+    rest = {board.pods[name].zone for name in board.placed(unit) if name != source.name} - {""}
     return target.zone in rest and source.zone not in rest
