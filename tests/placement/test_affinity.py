@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from omnimodel.errors import Reason
 from omnimodel.placement.affinity import apart_group, divided, on_one_pod, sets_together
 from omnimodel.placement.assignment import ModelDemand
-from omnimodel.placement.pods import MOVES, Placement, PodDemand, PodSupply, place
+from omnimodel.placement.board import PodDemand, PodSupply
+from omnimodel.placement.pods import MOVES, Placement, place
 from placement.test_pods import POOL, after, ask, pod, reasons, settle, where
 
 RAG: dict[str, Any] = {"together": ("rag",)}
@@ -306,7 +307,8 @@ def test_after_an_edit_nobody_stops_serving_who_has_a_place_and_groups_hold_in_t
         result = place(demands, pool, pods)
         placed = dict(result.pods)
         assert beside(demands, placed) <= beside(demands, {d.model.key: d.current for d in demands})
-        if not limit:
+        # Under a limit, or beside a model that is kept resident, its bytes may be another's before it has left.
+        if not limit and not any(demand.model.keep_resident for demand in demands):
             for demand in demands:
                 if demand.current and demand.model.key in placed:
                     assert set(placed[demand.model.key]) & demand.serving

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from omnimodel.errors import Reason
 from omnimodel.placement.assignment import ModelDemand, PoolSupply
-from omnimodel.placement.pods import MOVES, Placement, PodDemand, PodSupply, place
+from omnimodel.placement.board import PodDemand, PodSupply
+from omnimodel.placement.pods import MOVES, Placement, place
 
 GIB = 1 << 30
 POOL = PoolSupply("gpu", 0)

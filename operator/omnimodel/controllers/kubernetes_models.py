@@ -16,7 +16,7 @@ from omnimodel.controllers.kubernetes_snapshot import Assigned, Status
 from omnimodel.controllers.status import Refusal, entry_report, model_status, spokesman
 from omnimodel.errors import Reason
 from omnimodel.placement.assignment import Finding
-from omnimodel.placement.pods import WAS_THERE
+from omnimodel.placement.board import WAS_THERE
 from omnimodel.render import Config
 
 WHY_LIMIT = 1024  # characters, of the API

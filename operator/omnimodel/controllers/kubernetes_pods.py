@@ -15,7 +15,7 @@ from typing import Any
 
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import CURES, Reason
-from omnimodel.placement.pods import PodSupply
+from omnimodel.placement.board import PodSupply
 
 SILENT_SECONDS = 40.0  # without a heartbeat: four were missed
 LOST_SECONDS = 60.0  # without an answer of one that was heard, or that cannot come: its models go elsewhere

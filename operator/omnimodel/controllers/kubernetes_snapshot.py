@@ -20,7 +20,8 @@ from omnimodel.controllers.status import (
     pool_status,
 )
 from omnimodel.placement.assignment import Finding, PoolSupply
-from omnimodel.placement.pods import Placement, PodDemand, place
+from omnimodel.placement.board import PodDemand
+from omnimodel.placement.pods import Placement, place
 
 Status = dict[str, Any]
 

@@ -11,63 +11,17 @@ Pods are compared by criteria in order, not by weighted scores (see `_preference
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from omnimodel.errors import Reason
-from omnimodel.placement.affinity import beside, exclusion, sets_together, together_group
-from omnimodel.placement.assignment import Finding, ModelDemand, PoolSupply, precedence, refusal_of
+from omnimodel.placement.affinity import beside
+from omnimodel.placement.assignment import Finding, PoolSupply
+from omnimodel.placement.board import WAS_THERE, Board, PodDemand, PodSupply, Unit, units_of
 from omnimodel.placement.state import bytes_text
 
 MOVES = 1  # models under way to another pod for evenness alone, at the same time
-WAS_THERE = "it was there already"  # why a model is on a pod: it was put there for a reason that was told then
 WORTH_SHARE = 0.05  # of the difference between two pods: a smaller model is not worth its move
-
-
-@dataclass(frozen=True)
-class PodSupply:
-    """One pod.
-
-    Args:
-        name: stable over restarts.
-        zone: empty when unknown.
-        budget_bytes: of its device; 0 while unknown, which refuses nothing.
-        ready: its agent serves.
-        lost: its agent has been silent for so long that its models should go elsewhere.
-        leaving: it will be removed.
-        images: publish hashes of the images in its store.
-    """
-
-    name: str
-    zone: str = ""
-    budget_bytes: int = 0
-    ready: bool = True
-    lost: bool = False
-    leaving: bool = False
-    images: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class PodDemand:
-    """One model that asks for pods.
-
-    Args:
-        model: what it is.
-        replicas: pods that should hold it.
-        current: pods that hold it now.
-        serving: pods that serve it, or can wake it.
-        image: publish hash of its image; empty when unknown.
-        refusal: why it can have no pod of this pool at all; None when it can.
-    """
-
-    model: ModelDemand
-    replicas: int = 1
-    current: tuple[str, ...] = ()
-    serving: frozenset[str] = frozenset()
-    image: str = ""
-    refusal: Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -101,132 +55,6 @@ class Placement:
     footprint_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-class _Unit:
-    """Models that go to the same pods: a set that is to be together, or one model.
-
-    Args:
-        demands: in the order in which they get what room there is.
-    """
-
-    def __init__(self, demands: Sequence[PodDemand]) -> None:
-        self.demands = tuple(demands)
-        self.models = [demand.model for demand in demands]
-        self.keys = frozenset(model.key for model in self.models)
-        self.footprint_bytes = sum(model.footprint_bytes for model in self.models)
-        self.images = [demand.image for demand in demands]
-        self.bound = any(model.together or model.apart for model in self.models)
-
-    @property
-    def first(self) -> ModelDemand:
-        """Who speaks for it."""
-        return self.models[0]
-
-    @cached_property
-    def wanted(self) -> int:
-        """Pods that it needs: as many as the model that asks for most."""
-        return max(1, *(demand.replicas for demand in self.demands))
-
-    @cached_property
-    def precedence(self) -> tuple[bool, int, float, str]:
-        """Of its first model: who has a stake in a pod comes first within a unit, the most important among all."""
-        return min(precedence(model) for model in self.models)
-
-    @cached_property
-    def current(self) -> tuple[str, ...]:
-        """Pods that hold most of its models."""
-        held = Counter(demand.current for demand in self.demands if demand.current)
-        return held.most_common(1)[0][0] if held else ()
-
-    @cached_property
-    def serving(self) -> frozenset[str]:
-        """Pods that serve all of its models."""
-        return frozenset.intersection(*(demand.serving for demand in self.demands))
-
-    def only(self, keys: Collection[str]) -> _Unit:
-        """The part of it with these models."""
-        return _Unit([demand for demand in self.demands if demand.model.key in keys])
-
-
-def _units(demands: Sequence[PodDemand]) -> list[_Unit]:
-    """The units of a pool's models, the most important first."""
-    by_key = {demand.model.key: demand for demand in demands}
-    order = sorted((demand.model for demand in demands), key=precedence)
-    units = []
-    for models in sets_together(order):
-        members = sorted((by_key[model.key] for model in models), key=lambda demand: precedence(demand.model))
-        pods = set(_Unit(members).current)
-        units.append(_Unit(sorted(members, key=lambda demand: pods.isdisjoint(demand.current))))
-    return sorted(units, key=lambda unit: unit.precedence)
-
-
-class _Board:
-    """The placement while it is being made."""
-
-    def __init__(self, pool: PoolSupply, pods: Sequence[PodSupply], demands: Sequence[PodDemand]) -> None:
-        self.pool = pool
-        self.pods = {pod.name: pod for pod in pods}
-        self.loads: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}
-        self.units: dict[str, list[_Unit]] = {pod.name: [] for pod in pods}
-        self.bytes: dict[str, int] = dict.fromkeys(self.loads, 0)
-        self.chosen: dict[str, list[str]] = {}
-        self.why: dict[str, dict[str, str]] = {}
-        self.guarded: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}
-        for demand in demands:
-            for name in demand.serving.intersection(demand.current, self.pods) if demand.model.apart else ():
-                self.guarded[name].append(demand.model)
-
-    def fits(self, model: ModelDemand, pod: PodSupply, load: Sequence[ModelDemand]) -> Finding | None:
-        """Why a model finds no room beside these; None when it does."""
-        return refusal_of(model, replace(self.pool, budget_bytes=pod.budget_bytes, pods=(pod.name,)), load)
-
-    def refusals(self, unit: _Unit, pod: PodSupply, load: Sequence[ModelDemand] | None = None) -> dict[str, Finding]:
-        """Why models of a unit cannot be on a pod with what it has (or another load); empty when all can."""
-        taken = list(self.loads[pod.name] if load is None else load)
-        found: dict[str, Finding] = {}
-        for demand in unit.demands:
-            model = demand.model
-            # Who goes from a pod may serve there until it does elsewhere; nobody comes to meet it.
-            there = taken if pod.name in demand.current else [*taken, *self.guarded[pod.name]]
-            finding = exclusion(model, pod.name, there) or self.fits(model, pod, taken)
-            if finding is None:
-                taken.append(model)
-            else:
-                found[model.key] = finding
-        return found
-
-    def placed(self, unit: _Unit) -> list[str]:
-        """Pods of a unit."""
-        return self.chosen.get(unit.first.key, [])
-
-    def put(self, unit: _Unit, pod: PodSupply, why: str) -> None:
-        self.units[pod.name].append(unit)
-        for demand in unit.demands:
-            new = why == WAS_THERE and pod.name not in demand.current
-            self.hold(demand.model, pod, _beside(unit, demand.model) if new else why)
-
-    def hold(self, model: ModelDemand, pod: PodSupply, why: str) -> None:
-        self.chosen.setdefault(model.key, []).append(pod.name)
-        self.why.setdefault(model.key, {})[pod.name] = why
-        self.loads[pod.name].append(model)
-        self.bytes[pod.name] += model.footprint_bytes
-
-    def take(self, unit: _Unit, pod: PodSupply) -> None:
-        self.units[pod.name].remove(unit)
-        for model in unit.models:
-            self.chosen[model.key].remove(pod.name)
-            del self.why[model.key][pod.name]
-            self.loads[pod.name].remove(model)
-        self.bytes[pod.name] -= unit.footprint_bytes
-
-
-def _beside(unit: _Unit, model: ModelDemand) -> str:
-    others = [other for other in unit.models if other is not model]
-    if not others:
-        return "it goes where its group was"
-    other, group = together_group(model, others)
-    return f"it goes with {other.key} (group {group})"
-
-
 def place(
     demands: Sequence[PodDemand], pool: PoolSupply, pods: Sequence[PodSupply], *, moves: int = MOVES
 ) -> Placement:
@@ -249,13 +77,13 @@ def place(
             refused.append(demand.refusal)
         else:
             wanted.append(demand)
-    board = _Board(pool, pods, [demand for demand in demands if not demand.model.suspended])
+    board = Board(pool, pods, [demand for demand in demands if not demand.model.suspended])
     held_bytes = {
         name: sum(demand.model.footprint_bytes for demand in demands if name in demand.current) for name in board.pods
     }
     # Who has a pod keeps its bytes before anyone looks for room, or a newcomer would drive out who need not move.
-    units = [(unit, _keep(board, unit, held_bytes)) for unit in _units(wanted)]
-    settled: list[_Unit] = []
+    units = [(unit, _keep(board, unit, held_bytes)) for unit in units_of(wanted)]
+    settled: list[Unit] = []
     for unit, kept in units:
         part, left_out, lacking = _complete(board, unit, kept)
         refused.extend(left_out.values())
@@ -285,7 +113,7 @@ def place(
     )
 
 
-def _keep(board: _Board, unit: _Unit, held_bytes: Mapping[str, int]) -> _Unit:
+def _keep(board: Board, unit: Unit, held_bytes: Mapping[str, int]) -> Unit:
     """Leave a unit on the pods it has, as far as they can and as many as it needs; the part that does, or all of it."""
     usable = [board.pods[name] for name in unit.current if name in board.pods and not board.pods[name].leaving]
     usable = [pod for pod in usable if not pod.lost]
@@ -294,20 +122,20 @@ def _keep(board: _Board, unit: _Unit, held_bytes: Mapping[str, int]) -> _Unit:
         usable = _fewest_zones_shared(serving, unit.wanted, held_bytes)  # the move is done: leave the fuller pods
     usable.sort(key=lambda pod: pod not in serving)
     kept = unit
-    refusals = {pod.name: board.refusals(unit, pod) for pod in usable}
-    if usable and all(refusals.values()):  # not all of it can stay anywhere: those that can, where most can
-        best = min(usable, key=lambda pod: _missing(unit, refusals[pod.name]))
-        stay = unit.only(unit.keys - refusals[best.name].keys())
-        if any(best.name in demand.current for demand in stay.demands):
+    refusals = {pod.name: board.refusals(unit, pod) for pod in usable[: unit.wanted + 1]}
+    if refusals and all(refusals.values()):  # not all of it can stay anywhere: those that can, where most can
+        best = min(refusals, key=lambda name: _missing(unit, refusals[name]))
+        stay = unit.only(unit.keys - refusals[best].keys())
+        if any(best in demand.current for demand in stay.demands):
             kept = stay
-        usable.sort(key=lambda pod: pod is not best)
-    for pod in usable[: unit.wanted + 1]:
-        if not board.refusals(kept, pod):
-            board.put(kept, pod, WAS_THERE)
+            refusals = {name: board.refusals(kept, board.pods[name]) for name in refusals}
+    for name, found in refusals.items():
+        if not found:
+            board.put(kept, board.pods[name], WAS_THERE)
     return kept
 
 
-def _missing(unit: _Unit, refusals: Mapping[str, Finding]) -> tuple[bool, ...]:
+def _missing(unit: Unit, refusals: Mapping[str, Finding]) -> tuple[bool, ...]:
     """Which models of a unit a pod would leave out: to be compared, for the first of them matter most."""
     return tuple(model.key in refusals for model in unit.models)
 
@@ -324,7 +152,7 @@ def _fewest_zones_shared(pods: Sequence[PodSupply], wanted: int, held_bytes: Map
     return kept
 
 
-def _complete(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit | None, dict[str, Finding], Finding | None]:
+def _complete(board: Board, unit: Unit, kept: Unit) -> tuple[Unit | None, dict[str, Finding], Finding | None]:
     """Find pods for what a unit still lacks.
 
     Args:
@@ -349,15 +177,20 @@ def _complete(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit | None, di
         others = others or [
             pod for pod in board.pods.values() if pod.leaving and pod.name in part.current and not taken
         ]
-        found = {pod.name: board.refusals(part, pod) for pod in others}
-        others.sort(key=lambda pod: (_missing(part, found[pod.name]), _preference(board, part, pod)))
-        refusals = found[others[0].name] if others else {}
-        if others and (not refusals or (not taken and len(refusals) < len(part.keys))):
+        others.sort(key=lambda pod: _preference(board, part, pod))
+        found: dict[str, dict[str, Finding]] = {}
+        for pod in others:
+            found[pod.name] = board.refusals(part, pod)
+            if not found[pod.name]:
+                break
+        best = min(found, key=lambda name: _missing(part, found[name]), default="")
+        refusals = found.get(best, {})
+        if found and (not refusals or (not taken and len(refusals) < len(part.keys))):
             all_of_it, part = part, part.only(part.keys - refusals.keys())
-            board.put(part, others[0], _why(board, part, others[0]))
-            left_out |= _left_out(board, all_of_it, part, others[0], refusals)
+            board.put(part, board.pods[best], _why(board, part, board.pods[best]))
+            left_out |= _left_out(board, all_of_it, part, board.pods[best], refusals)
             continue
-        finding = _most_hopeful(found[pod.name][part.first.key] for pod in others if part.first.key in found[pod.name])
+        finding = _most_hopeful(finding for refused in found.values() for finding in refused.values())
         if taken:
             return part, left_out, finding
         if finding is not None and finding.reason == Reason.OVER_COMMIT_LIMIT and _displace(board, part, others):
@@ -368,7 +201,7 @@ def _complete(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit | None, di
         return None, left_out, None
 
 
-def _reunite(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit, dict[str, Finding]]:
+def _reunite(board: Board, unit: Unit, kept: Unit) -> tuple[Unit, dict[str, Finding]]:
     """Take a unit that is too large for where it is to a pod that has room for more of it, if there is one."""
     pods = [board.pods[name] for name in board.placed(kept)]
     whys = [board.why[kept.first.key][pod.name] for pod in pods]
@@ -386,7 +219,7 @@ def _reunite(board: _Board, unit: _Unit, kept: _Unit) -> tuple[_Unit, dict[str, 
 
 
 def _left_out(
-    board: _Board, unit: _Unit, part: _Unit, pod: PodSupply, refusals: Mapping[str, Finding]
+    board: Board, unit: Unit, part: Unit, pod: PodSupply, refusals: Mapping[str, Finding]
 ) -> dict[str, Finding]:
     """Why the others of a unit are not on the pod that a part of it got."""
     found = {}
@@ -403,12 +236,12 @@ def _most_hopeful(findings: Iterable[Finding]) -> Finding | None:
     return min(findings, key=lambda finding: _HOPE.index(finding.reason), default=None)
 
 
-def _displace(board: _Board, unit: _Unit, pods: Sequence[PodSupply]) -> bool:
+def _displace(board: Board, unit: Unit, pods: Sequence[PodSupply]) -> bool:
     """Take less important units off the pod where the fewest bytes of them must go; they look for another later."""
     rank = min(model.priority for model in unit.models)
-    ways: list[tuple[bool, int, str, PodSupply, list[_Unit]]] = []
+    ways: list[tuple[bool, int, str, PodSupply, list[Unit]]] = []
     for pod in pods:
-        victims: list[_Unit] = []
+        victims: list[Unit] = []
         lesser = [
             other
             for other in board.units[pod.name]
@@ -431,7 +264,7 @@ def _displace(board: _Board, unit: _Unit, pods: Sequence[PodSupply]) -> bool:
     return True
 
 
-def _stay_until_served(board: _Board, unit: _Unit) -> None:
+def _stay_until_served(board: Board, unit: Unit) -> None:
     """Keep models on pods that they are to leave until all of their unit are served elsewhere."""
     chosen = set(board.placed(unit))
     if not chosen or chosen <= unit.serving:
@@ -451,7 +284,7 @@ def _stay_until_served(board: _Board, unit: _Unit) -> None:
 _HOPE = (Reason.OVER_COMMIT_LIMIT, Reason.AFFINITY_CONFLICT, Reason.SHARES_WITH_KEPT, Reason.TOO_LARGE)
 
 
-def _preference(board: _Board, unit: _Unit, pod: PodSupply) -> tuple[bool, bool, bool, bool, bool, int, int, int, str]:
+def _preference(board: Board, unit: Unit, pod: PodSupply) -> tuple[bool, bool, bool, bool, bool, int, int, int, str]:
     taken = [board.pods[name] for name in board.placed(unit)]
     total = board.bytes[pod.name] + unit.footprint_bytes
     return (
@@ -467,7 +300,7 @@ def _preference(board: _Board, unit: _Unit, pod: PodSupply) -> tuple[bool, bool,
     )
 
 
-def _why(board: _Board, unit: _Unit, pod: PodSupply) -> str:
+def _why(board: Board, unit: Unit, pod: PodSupply) -> str:
     """The first criterion that set the pod apart, in words."""
     if any(image and image in pod.images for image in unit.images):
         return f"{pod.name} has its image"
@@ -477,7 +310,7 @@ def _why(board: _Board, unit: _Unit, pod: PodSupply) -> str:
     return f"{pod.name} had the most room ({bytes_text(board.bytes[pod.name])} assigned)"
 
 
-def _even_out(board: _Board, units: Sequence[_Unit], moves: int) -> list[Move]:
+def _even_out(board: Board, units: Sequence[Unit], moves: int) -> list[Move]:
     """Begin to move units from the fullest pod to the emptiest one.
 
     Only from a pod that is over-committed, only units that make the two more equal, and never past equality: the sum
@@ -517,7 +350,7 @@ def _even_out(board: _Board, units: Sequence[_Unit], moves: int) -> list[Move]:
     return begun
 
 
-def _under_way(board: _Board, unit: _Unit) -> bool:
+def _under_way(board: Board, unit: Unit) -> bool:
     """Whether a unit is not where it should be yet."""
     for demand in unit.demands:
         names = set(board.chosen[demand.model.key])
@@ -526,7 +359,7 @@ def _under_way(board: _Board, unit: _Unit) -> bool:
     return False
 
 
-def _settled(board: _Board, unit: _Unit, pod: str) -> bool:
+def _settled(board: Board, unit: Unit, pod: str) -> bool:
     """Whether a unit is where it should be and serves there."""
     return pod in unit.serving and all(
         set(chosen) == set(demand.current) and len(chosen) <= unit.wanted
@@ -535,6 +368,6 @@ def _settled(board: _Board, unit: _Unit, pod: str) -> bool:
     )
 
 
-def _worse_zone(board: _Board, unit: _Unit, source: PodSupply, target: PodSupply) -> bool:
+def _worse_zone(board: Board, unit: Unit, source: PodSupply, target: PodSupply) -> bool:
     rest = {board.pods[name].zone for name in board.placed(unit) if name != source.name} - {""}
     return target.zone in rest and source.zone not in rest
