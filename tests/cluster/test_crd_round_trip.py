@@ -59,7 +59,7 @@ def edited(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
             if path == ("spec",):
                 break
         else:
-            target[path[-1]] = draw(NEAR)
+            target[path[-1]] = copy.deepcopy(draw(NEAR))  # or one that is drawn twice may come to lie within itself
     return result
 
 
