@@ -196,6 +196,21 @@ def test_a_set_is_displaced_as_one() -> None:
     assert reasons(alone) == {"a": Reason.OVER_COMMIT_LIMIT, "b": Reason.OVER_COMMIT_LIMIT}
 
 
+def test_what_is_left_of_a_set_is_displaced_although_it_had_its_turn_before() -> None:
+    limited = replace(POOL, overcommit_limit=1.0)
+    demands = [
+        ask("a", 1, "gpu-0", priority=600, **LARGE),
+        ask("b", 1, priority=550, **RAG, **LARGE),  # goes before c, and must not be beside a
+        ask("rest", 9, priority=100, **RAG),
+        ask("c", 1, priority=500),
+    ]
+    result = place(demands, limited, [pod(0)])
+    assert where(result) == {"a": ("gpu-0",), "c": ("gpu-0",)}
+    assert reasons(result) == {"b": Reason.AFFINITY_CONFLICT, "rest": Reason.OVER_COMMIT_LIMIT}
+    room = place(demands, limited, [pod(0), pod(1, 9)])
+    assert where(room) == {"a": ("gpu-0",), "b": ("gpu-1",), "c": ("gpu-0",)}
+
+
 def test_the_reason_says_how_much_a_pod_had() -> None:
     result = place([ask("a", 4), ask("b", 2)], POOL, [pod(0), pod(1)])
     assert result.why["default/b"]["gpu-1"] == "gpu-1 had the most room (0 bytes assigned)"

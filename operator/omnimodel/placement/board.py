@@ -124,6 +124,7 @@ class Board:
         self.loads: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}
         self.units: dict[str, list[Unit]] = {pod.name: [] for pod in pods}
         self.bytes: dict[str, int] = dict.fromkeys(self.loads, 0)
+        self.displaced: list[Unit] = []  # by who had its turn last
         self.chosen: dict[str, list[str]] = {}
         self.why: dict[str, dict[str, str]] = {}
         self.guarded: dict[str, list[ModelDemand]] = {pod.name: [] for pod in pods}

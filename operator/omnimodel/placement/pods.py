@@ -82,14 +82,21 @@ def place(
         name: sum(demand.model.footprint_bytes for demand in demands if name in demand.current) for name in board.pods
     }
     # Who has a pod keeps its bytes before anyone looks for room, or a newcomer would drive out who need not move.
-    units = [(unit, _keep(board, unit, held_bytes)) for unit in units_of(wanted)]
-    settled: list[Unit] = []
-    for unit, kept in units:
+    waiting = [(unit, _keep(board, unit, held_bytes)) for unit in units_of(wanted)]
+    settled: dict[Unit, Finding | None] = {}
+    while waiting:
+        unit, kept = waiting.pop(0)
         part, left_out, lacking = _complete(board, unit, kept)
         refused.extend(left_out.values())
-        if part is None:
-            continue
-        settled.append(part)
+        if part is not None:
+            settled[part] = lacking
+        # A set without its most important model may have had its turn before who displaced it: it has another.
+        again = [other for other in board.displaced if other in settled]
+        for other in again:
+            del settled[other]
+        waiting = sorted([*waiting, *((other, other) for other in again)], key=lambda entry: entry[0].precedence)
+        board.displaced.clear()
+    for part, lacking in settled.items():
         have = len(board.placed(part))
         for demand in part.demands:
             model = demand.model
@@ -102,7 +109,7 @@ def place(
                 warnings.append(Finding(model.key, Reason.SIZE_UNKNOWN, message))
     for unit in settled:
         _stay_until_served(board, unit)
-    begun = _even_out(board, settled, moves)
+    begun = _even_out(board, list(settled), moves)
     return Placement(
         pods={key: tuple(sorted(names)) for key, names in board.chosen.items() if names},
         why=board.why,
@@ -259,6 +266,7 @@ def _displace(board: Board, unit: Unit, pods: Sequence[PodSupply]) -> bool:
     *_, pod, victims = min(ways, key=lambda way: way[:3])
     for other in victims:
         board.take(other, pod)
+    board.displaced.extend(victims)
     names = ", ".join(model.key for other in victims for model in other.models)
     board.put(unit, pod, f"it is more important than {names}")
     return True
