@@ -161,16 +161,6 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
-def api_server(cluster: Any) -> Any:
-    """The process of the API server of a cluster that the tests started."""
-    return cluster.processes["kube-apiserver"]
-
-
-def restart_api_server(cluster: Any) -> None:
-    cluster._start("kube-apiserver")
-    cluster._wait("kube-apiserver", "/readyz", 90, lambda: cluster._get("/readyz") is not None)
-
-
 def descendants(pid: int) -> list[int]:
     import psutil
 

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from agent_kubernetes.commands import START_SECONDS, TOKEN_SECRET, Commands, Load, api_server, restart_api_server
+from agent_kubernetes.commands import START_SECONDS, TOKEN_SECRET, Commands, Load
 from agent_kubernetes.world import Catalogue, eventually
 from cli.linear import MANIFEST, write_weights
 from cluster.cluster import Cluster
@@ -255,13 +255,14 @@ async def _tier(world: World, name: str, pod: str, *tiers: str) -> bool:
 async def test_an_api_server_that_dies_under_load_costs_no_request(world: World, own_cluster: Cluster) -> None:
     load = Load(world, "one", "two")
     await load.more(20, "before")
-    api_server(own_cluster).kill()
+    own_cluster.kill_api_server()
     await load.more(100, "without an API server")
     for model in ("one", "two"):  # and swaps go on
         async with world.session.post(f"{world.gateway.url}/omni/v1/models/team/{model}/evict") as response:
             assert response.status == 200, await response.text()
     await load.more(50, "after swaps without an API server")
-    restart_api_server(own_cluster)
+    own_cluster.start_api_server()
+    own_cluster.wait_for_api_server()
     await load.more(50, "after it came back")
     await load.end()
     assert load.failures == []
@@ -273,14 +274,15 @@ async def test_an_agent_that_starts_without_an_api_server_serves_what_it_was_tol
 ) -> None:
     agent = world.agents[1]
     await eventually((world.folder / "default-1" / "desired.json").exists, "the kept assignment")
-    api_server(own_cluster).kill()
+    own_cluster.kill_api_server()
     try:
         agent.kill()
         agent.start()
         await eventually(lambda: world.answers("one", url=agent.url), "its answer", START_SECONDS)
         assert await world.answers("two", url=agent.url)
     finally:
-        restart_api_server(own_cluster)
+        own_cluster.start_api_server()
+        own_cluster.wait_for_api_server()
     await eventually(lambda: world.ready_on("one", *PODS_OF_BOTH), "its entry", 90)
 
 

@@ -158,6 +158,18 @@ class Cluster(Connection):
             if path.name != "logs":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def kill_api_server(self) -> None:
+        """End the API server at once; its store and everything else goes on."""
+        self.processes["kube-apiserver"].kill()
+
+    def start_api_server(self) -> None:
+        """Start the API server that was killed. Like all that is started here it ends with the thread that did so."""
+        self._start("kube-apiserver")
+
+    def wait_for_api_server(self) -> None:
+        """Return once the API server is ready."""
+        self._wait("kube-apiserver", "/readyz", 90, lambda: self._get("/readyz") is not None)
+
     def _start_sandbox(self) -> None:
         """Make the namespaces of the node, and its link to the machine."""
         if os.geteuid() != 0:
@@ -200,7 +212,7 @@ class Cluster(Connection):
         self._start("kube-apiserver")
         if sandbox:
             self._start_containerd()
-        self._wait("kube-apiserver", "/readyz", 90, lambda: self._get("/readyz") is not None)
+        self.wait_for_api_server()
         self._say("kube-apiserver is ready")
         self._start("kube-controller-manager")
         account = "/api/v1/namespaces/default/serviceaccounts/default"
