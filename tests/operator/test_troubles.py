@@ -18,6 +18,8 @@ ACCOUNTS = Kind("", "v1", "serviceaccounts", "ServiceAccount")
 QUOTAS = Kind("", "v1", "resourcequotas", "ResourceQuota")
 NAMESPACES = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
 ENFORCE = "pod-security.kubernetes.io/enforce"
+REFUSED = "violates PodSecurity"
+LABEL = f"a namespace whose label {ENFORCE} is"
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ async def no_quota(world: World) -> tuple[dict[str, Any], Any]:
     return {}, mend
 
 
-async def no_privileges(world: World) -> tuple[dict[str, Any], Any]:
+async def restricted(world: World, spec: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     async def enforce(level: str | None) -> None:
         await world.kube.merge(NAMESPACES, world.namespace, "", {"metadata": {"labels": {ENFORCE: level}}})
 
@@ -66,7 +68,19 @@ async def no_privileges(world: World) -> tuple[dict[str, Any], Any]:
     async def mend() -> None:
         await enforce(None)
 
-    return {"isolation": {"level": "namespaces"}}, mend
+    return spec, mend
+
+
+async def no_privileges(world: World) -> tuple[dict[str, Any], Any]:
+    return await restricted(world, {"isolation": {"level": "namespaces"}})
+
+
+async def no_folders(world: World) -> tuple[dict[str, Any], Any]:
+    return await restricted(world, {"volumes": [{"name": "local", "path": "/srv"}]})
+
+
+async def no_baseline(world: World) -> tuple[dict[str, Any], Any]:
+    return await restricted(world, {"volumes": [{"name": "kept", "persistentVolumeClaim": {"claimName": "kept"}}]})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,13 @@ async def no_privileges(world: World) -> tuple[dict[str, Any], Any]:
     [
         pytest.param(no_account, 'serviceaccount "omni-agent" not found', "agent.namespaces", id="no ServiceAccount"),
         pytest.param(no_quota, "exceeded quota: none", "raise that ResourceQuota", id="no quota"),
-        pytest.param(no_privileges, "violates PodSecurity", "enforce is privileged at most", id="restricted namespace"),
+        pytest.param(
+            no_privileges, REFUSED, f"for isolation level namespaces {LABEL} privileged at most", id="no level"
+        ),
+        pytest.param(no_folders, REFUSED, f"for a folder of the node {LABEL} privileged at most", id="no folders"),
+        pytest.param(
+            no_baseline, REFUSED, f"its pods need {LABEL} baseline at most", id="no pods that are not restricted"
+        ),
     ],
 )
 async def test_pods_that_cannot_be_made_say_why_and_heal(

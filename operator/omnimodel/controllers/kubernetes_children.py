@@ -245,6 +245,15 @@ def _security(pool: OmniPool) -> dict[str, Any]:
     return security
 
 
+def privilege_of(pool: OmniPool) -> str:
+    """Why no Pod Security Standard but `privileged` admits its pods; empty where `baseline` does."""
+    if pool.spec.isolation.level == "namespaces":
+        return "isolation level namespaces"
+    store = _store(pool)
+    paths = [*(volume.path for volume in pool.spec.volumes), store.path, *(other.path for other in store.published)]
+    return "a folder of the node" if any(path is not None for path in paths) else ""
+
+
 def _resources(pool: OmniPool) -> dict[str, Any]:
     asked = pool.spec.pod.resources if pool.spec.pod else None
     requests: dict[str, str] = {}

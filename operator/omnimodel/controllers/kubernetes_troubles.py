@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omnimodel.api import OmniPool
+from omnimodel.controllers.kubernetes_children import privilege_of
 from omnimodel.controllers.kubernetes_pods import PodView, index_of
 from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
@@ -142,11 +143,11 @@ def _cure(namespace: str, pool: OmniPool, said: str) -> str | None:
             " that namespace in spec.pod.serviceAccountName"
         )
     if "violates PodSecurity" in said:
-        beyond = pool.spec.isolation.level == "namespaces" or pool.spec.volumes or pool.spec.store
-        level = "privileged" if beyond else "baseline"
+        privilege = privilege_of(pool)
+        level, why = ("privileged", f" for {privilege}") if privilege else ("baseline", "")
         return (
-            f"isolation level {pool.spec.isolation.level} needs a namespace whose label"
-            f" pod-security.kubernetes.io/enforce is {level} at most: set it, or put the pool into such a namespace"
+            f"its pods need{why} a namespace whose label pod-security.kubernetes.io/enforce is {level} at most: set it,"
+            " or put the pool into such a namespace"
         )
     if "exceeded quota" in said:
         return "raise that ResourceQuota, or ask for less in spec.replicas and spec.pod.resources"
