@@ -137,16 +137,16 @@ async def test_deleted_and_created_at_once_is_served_by_the_new_one(world: World
     """aibrix#239: the cache said that it exists, and the new one was never loaded."""
     await start()
     await world.apply(pool("gpu", world.namespace))
-    for number in range(10):
+    for number in range(20):
         await world.apply(model("a", world.namespace, flavour=f"f{number}"))
         uid = (await world.kube.get(MODELS, "a", world.namespace))["metadata"]["uid"]
         if number % 2:
             await world.ready("a")
-        if number < 9:
+        if number < 19:
             await world.kube.delete(MODELS, "a", world.namespace)
     await until(
         lambda: (p := world.see(PROCESSES, "a")) and p["spec"]["model"]["uid"] == uid
-        and p["spec"]["options"] == {"flavour": "f9"}, "the process is of the last one",
+        and p["spec"]["options"] == {"flavour": "f19"}, "the process is of the last one",
     )  # fmt: skip
     await world.ready("a")
 
