@@ -21,6 +21,24 @@ pytestmark = pytest.mark.cluster_api
 SETTINGS = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
+FULL_MODEL: dict[str, Any] = {
+    **FULL,
+    "spec": {
+        **FULL["spec"],
+        "description": "tells whether a text is glad",
+        "suspend": False,
+        "pool": "gpu",
+        "replicas": {"min": 2, "max": 2},
+        "affinity": {"together": ["speech"], "apart": ["large"]},
+        "capabilities": ["glad"],
+        "metadata": {"team": "search", "cost": {"centre": 7}},
+        "mounts": [
+            {"name": "code", "source": {"configMap": {"name": "code"}}, "path": "/code"},
+            {"name": "key", "source": {"secret": {"name": "key"}}, "path": "/key"},
+            {"name": "voices", "source": {"volume": {"name": "c", "subPath": "en"}}, "path": "/voices"},
+        ],
+    },
+}
 FULL_POOL: dict[str, Any] = {
     **POOL,
     "spec": {
@@ -30,13 +48,34 @@ FULL_POOL: dict[str, Any] = {
         "overcommit": {"limit": 8},
         "isolation": {"level": "landlock"},
         "location": {"region": "eu", "zone": "eu-1"},
-        "volumes": [{"name": "a", "path": "/srv/a"}, {"name": "b", "persistentVolumeClaim": {"claimName": "b"}}],
+        "volumes": [
+            {"name": "a", "path": "/srv/a"},
+            {"name": "b", "persistentVolumeClaim": {"claimName": "b"}, "readOnly": False},
+            {"name": "c", "image": {"reference": "registry.example.org/voices:1", "pullPolicy": "Always"}},
+        ],
         "pod": {
             "nodeSelector": {"gpu": "l4"},
             "tolerations": [{"key": "gpu", "operator": "Exists"}],
             "resources": {"cpu": 0.5, "memory": "8Gi"},
         },
         "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": 2},
+        "sources": {
+            "packageIndex": "https://packages.example.org/simple",
+            "extraPackageIndexes": ["https://wheels.example.org/simple"],
+            "hubEndpoint": "https://hub.example.org",
+            "proxy": {"https": "http://proxy.example.org:3128", "noProxy": [".example.org"]},
+            "certificates": {"configMapKeyRef": {"name": "authorities", "key": "ca.crt"}},
+            "netrc": {"secretKeyRef": {"name": "fetching", "key": "netrc"}},
+            "hubToken": {"secretKeyRef": {"name": "fetching", "key": "token"}},
+        },
+        "store": {
+            "volumeClaimTemplate": {"size": "100Gi", "storageClassName": "fast"},
+            "published": [
+                {"name": "a", "persistentVolumeClaim": {"claimName": "a"}},
+                {"name": "b", "image": {"reference": "registry.example.org/catalogue:1"}},
+                {"name": "c", "path": "/srv/c"},
+            ],
+        },
     },
 }
 NEAR = st.one_of(
@@ -98,7 +137,7 @@ def both_take_it(document: dict[str, Any], server: Server) -> None:
 
 
 @SETTINGS
-@given(edited(FULL).filter(exact))
+@given(edited(FULL_MODEL).filter(exact))
 def test_a_model(server: Server, document: dict[str, Any]) -> None:
     both_take_it(document, server)
 
@@ -115,8 +154,19 @@ def test_a_pool(server: Server, document: dict[str, Any]) -> None:
     both_take_it(document, server)
 
 
-def test_the_starting_points_are_right(server: Server) -> None:
-    for document, kind in ((FULL, OmniModel), (FULL_POOL, OmniPool)):
-        plain = {key: value for key, value in document.items() if key != "status"}
-        assert isinstance(parse(plain), kind)
-        both_take_it(plain, server)
+@pytest.mark.parametrize(
+    ("document", "kind", "lacks"),
+    [
+        pytest.param(FULL_MODEL, OmniModel, set(), id="a model"),
+        pytest.param(FULL_POOL, OmniPool, {"autoscale"}, id="a pool"),  # excludes replicas
+    ],
+)
+def test_the_starting_points_are_right_and_whole(
+    server: Server, document: dict[str, Any], kind: type[OmniModel | OmniPool], lacks: set[str]
+) -> None:
+    plain = {key: value for key, value in document.items() if key != "status"}
+    assert isinstance(parse(plain), kind)
+    both_take_it(plain, server)
+    spec = kind.model_fields["spec"].annotation
+    assert spec is not None
+    assert {field.alias or name for name, field in spec.model_fields.items()} - plain["spec"].keys() == lacks
