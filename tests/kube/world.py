@@ -191,15 +191,20 @@ class OperatorHere(Probed):
 
     Args:
         kubeconfig, namespace, name: see `OperatorProcess`.
+        own_namespace: where it runs; the one it looks after when empty.
+        settings: further ones.
     """
 
-    def __init__(self, kubeconfig: Path, namespace: str, name: str) -> None:
+    def __init__(
+        self, kubeconfig: Path, namespace: str, name: str, *, own_namespace: str = "", **settings: Any
+    ) -> None:
         self._kubeconfig = kubeconfig
-        self._settings = OperatorSettings(
-            identity=name, namespace=namespace, namespaces=(namespace,), port=0,
-            agents=AgentSettings(token_secret=TOKEN_SECRET),
-            lease_seconds=90.0, renew_seconds=75.0, retry_seconds=1.0,  # nobody is to lead in its place
-        )  # fmt: skip
+        usual: dict[str, Any] = {
+            "namespace": own_namespace or namespace, "namespaces": (namespace,), "port": 0,
+            "agents": AgentSettings(token_secret=TOKEN_SECRET),
+            "lease_seconds": 90.0, "renew_seconds": 75.0, "retry_seconds": 1.0,  # nobody is to lead in its place
+        }  # fmt: skip
+        self._settings = OperatorSettings(name, **usual | settings)
 
     async def __aenter__(self) -> Self:
         self.kube = await Kube.connect(str(self._kubeconfig), component=f"operator-{self._settings.identity}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,8 @@ async def start(api_cluster: Connection, namespace: str) -> AsyncIterator[Callab
     """Starts operators in this process that look after the namespace."""
     async with AsyncExitStack() as stack:
 
-        async def begin(name: str = "one", kubeconfig: Path | None = None) -> OperatorHere:
-            found = OperatorHere(kubeconfig or api_cluster.kubeconfig, namespace, name)
+        async def begin(name: str = "one", kubeconfig: Path | None = None, **settings: Any) -> OperatorHere:
+            found = OperatorHere(kubeconfig or api_cluster.kubeconfig, namespace, name, **settings)
             return await stack.enter_async_context(found)
 
         yield begin

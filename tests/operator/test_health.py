@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from cluster.connection import Connection
+from cluster.fixtures import own_namespace
 from kube.agents import Agents
 from kube.proxy import WRITES, Proxy, no_trouble
 from kube.world import World, conditions, model, pool, until
@@ -46,6 +49,56 @@ async def test_a_dead_watch_is_noticed_and_so_is_its_end(
     assert await here.metric("omni_operator_watch_age_seconds", kind="leases") > 1.0
     proxy.flowing.set()
     await until(alive, "the watch speaks again")
+
+
+@pytest.fixture
+def elsewhere(api_cluster: Connection) -> Iterator[str]:
+    """A namespace that no operator looks after."""
+    yield from own_namespace(api_cluster)
+
+
+async def test_a_dead_watch_is_noticed_where_the_operator_has_no_canary(
+    world: World, agents: Agents, proxy: Proxy, elsewhere: str, start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that does not look after its own namespace: agents renew leases, and a sweep finds them."""
+    monkeypatch.setattr(kubernetes_health, "DEAF_SECONDS", 2.0)
+    agents.beat_seconds = 0.2
+    here = await start("one", proxy.kubeconfig, own_namespace=elsewhere, sweep_seconds=0.5)
+    await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
+    await world.ready("a")
+
+    async def alive() -> bool:
+        return (await here.ask("/healthz"))[0] == 200
+
+    async def deaf() -> bool:
+        code, text = await here.ask("/healthz")
+        return code == 503 and f"leases in {world.namespace}" in text
+
+    assert await alive()
+    proxy.flowing.clear()
+    await until(deaf, "what a sweep found does not come by the watch")
+    proxy.flowing.set()
+    await until(alive, "the watch speaks again")
+    leases = (await world.kube.list(LEASES, elsewhere)).items
+    assert [lease["metadata"]["name"] for lease in leases] == ["omnimodel-operator"], "the one it leads by"
+
+
+def test_a_dead_watch_of_one_namespace_is_not_hidden_by_that_of_another() -> None:
+    now = 0.0
+    hearing = kubernetes_health.Hearing(("team-a", "team-b"), lambda: now)
+
+    def lease(namespace: str, version: int) -> dict[str, Any]:
+        return {"metadata": {"name": "gpu-0", "namespace": namespace, "resourceVersion": str(version)}}
+
+    hearing.expect(LEASES, lease("team-a", 7))
+    hearing.expect(LEASES, lease("team-b", 8))
+    now = 1.0
+    hearing.heard(LEASES, lease("team-b", 9))
+    now = kubernetes_health.DEAF_SECONDS + 2.0
+    assert hearing.deaf() == ["leases in team-a"]
+    assert hearing.ages() == {"leases": now - 1.0}
+    hearing.heard(LEASES, lease("team-a", 7))
+    assert hearing.deaf() == []
 
 
 async def test_without_the_crds_it_waits_and_goes_on_when_they_come(
@@ -143,7 +196,7 @@ async def test_kubectl_wait_after_an_edit_waits_for_the_edit(
     await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
     await world.ready("a")
     wait = ("wait", "--for=condition=Ready", "--timeout=60s", "omnimodel/a", "-n", world.namespace)
-    for number in range(10):
+    for number in range(50):
         item = model("a", world.namespace, flavour=f"f{number}")
         generation = (await world.kube.apply(MODELS, item, manager="person"))["metadata"]["generation"]
         await asyncio.to_thread(api_cluster.kubectl, *wait)

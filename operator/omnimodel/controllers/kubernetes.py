@@ -94,7 +94,7 @@ class Operator:
         self._on_lost = on_lost or end_process
         self._settings = settings
         self.cache = Cache()
-        self.hearing = Hearing()
+        self.hearing = Hearing(settings.namespaces)
         self.election = Election(
             kube,
             settings.namespace,
@@ -211,7 +211,7 @@ class Operator:
     # News
 
     def _heard(self, kind: Kind, change: str | None, item: Mapping[str, Any]) -> None:
-        self.hearing.heard(kind, version_of(item))
+        self.hearing.heard(kind, item)
         if change == "DELETED":
             self._drop(kind, key_of(item), item["metadata"].get("uid", ""))
         else:
@@ -264,7 +264,7 @@ class Operator:
                 there = set()
                 for item in page.items:
                     there.add(key_of(item))
-                    self.hearing.expect(kind, version_of(item))
+                    self.hearing.expect(kind, item)
                     self._put(kind, item)
                 for key, version in known.items():
                     same = self.cache.items[kind].get(key)
@@ -298,7 +298,7 @@ class Operator:
     async def _canary(self) -> None:
         """Touch an object that the watches must bring back."""
         if self._settings.namespaces and self._settings.namespace not in self._settings.namespaces:
-            return  # no watch looks there
+            return  # no watch looks there: agents renew leases where one does, and each sweep expects those it finds
         metadata = {
             "name": f"{self._settings.release}-operator-canary",
             "namespace": self._settings.namespace,
@@ -312,7 +312,7 @@ class Operator:
             except KubeError as error:
                 log.warning("canary not touched error=%s", error)
             else:
-                self.hearing.expect(LEASES, version_of(answer))
+                self.hearing.expect(LEASES, answer)
             await asyncio.sleep(CANARY_SECONDS)
 
     # Probes

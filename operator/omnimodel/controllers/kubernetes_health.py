@@ -1,58 +1,72 @@
 """Whether the operator is alive, and its numbers: `/healthz`, `/readyz`, `/metrics`.
 
 It is alive as long as its watches are. What a list or the answer to a write says must come back through the watch of
-its kind; if it does not within three minutes, the watch is dead, whatever its connection says.
+its kind and namespace; if it does not within three minutes, the watch is dead, whatever its connection says.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from omnimodel.kube import Calls, Kind
+from omnimodel.controllers.kubernetes_cache import version_of
+from omnimodel.kube import Calls, Kind, key_of
 
 DEAF_SECONDS = 180.0
+Watch = tuple[Kind, str]  # and the namespace; empty for all
 
 
 class Hearing:
     """What each watch has to bring, and when it last brought anything.
 
     Args:
+        namespaces: that have watches of their own; empty for one watch of a kind in all the cluster.
         clock: monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, namespaces: Collection[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._apart = bool(namespaces)
         self._clock = clock
-        self._heard: dict[Kind, tuple[int, float]] = {}
-        self._expected: dict[Kind, tuple[int, float]] = {}
+        self._heard: dict[Watch, tuple[int, float]] = {}
+        self._expected: dict[Watch, tuple[int, float]] = {}
 
-    def heard(self, kind: Kind, version: int) -> None:
-        """A watch brought an object of this version."""
-        newest = max(version, self._heard.get(kind, (0, 0.0))[0])
-        self._heard[kind] = (newest, self._clock())
-        expected = self._expected.get(kind)
+    def heard(self, kind: Kind, item: Mapping[str, Any]) -> None:
+        """A watch brought an object."""
+        watch = self._watch(kind, item)
+        newest = max(version_of(item), self._heard.get(watch, (0, 0.0))[0])
+        self._heard[watch] = (newest, self._clock())
+        expected = self._expected.get(watch)
         if expected is not None and newest >= expected[0]:
-            del self._expected[kind]
+            del self._expected[watch]
 
-    def expect(self, kind: Kind, version: int) -> None:
-        """There is an object of this version, so its watch has to bring it."""
-        if version > self._heard.get(kind, (0, 0.0))[0] and kind not in self._expected:
-            self._expected[kind] = (version, self._clock())
+    def expect(self, kind: Kind, item: Mapping[str, Any]) -> None:
+        """There is this object, so its watch has to bring it."""
+        watch, version = self._watch(kind, item), version_of(item)
+        if version > self._heard.get(watch, (0, 0.0))[0] and watch not in self._expected:
+            self._expected[watch] = (version, self._clock())
+
+    def _watch(self, kind: Kind, item: Mapping[str, Any]) -> Watch:
+        return kind, key_of(item)[0] if self._apart else ""
 
     def deaf(self) -> list[str]:
-        """Kinds whose watch is dead."""
+        """Watches that are dead."""
         now = self._clock()
-        return sorted(kind.plural for kind, (_, since) in self._expected.items() if now - since > DEAF_SECONDS)
+        dead = (watch for watch, (_, since) in self._expected.items() if now - since > DEAF_SECONDS)
+        return sorted(f"{kind.plural} in {namespace}" if namespace else kind.plural for kind, namespace in dead)
 
     def ages(self) -> Mapping[str, float]:
-        """Seconds since each watch brought something, by kind."""
+        """Seconds since a watch of each kind brought something, by kind."""
         now = self._clock()
-        return {kind.plural: now - at for kind, (_, at) in self._heard.items()}
+        newest: dict[str, float] = {}
+        for (kind, _), (_, at) in self._heard.items():
+            newest[kind.plural] = min(now - at, newest.get(kind.plural, now - at))
+        return newest
 
 
 class Numbers:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnimodel.controllers.kubernetes_cache import Cache, Key, version_of
+from omnimodel.controllers.kubernetes_cache import Cache, Key
 from omnimodel.controllers.kubernetes_children import TOKEN_KEY, Child, differences, owned_by
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_pods import PodView, is_by, speaks_for
@@ -73,7 +73,7 @@ class Writer:
     def _took(self, kind: Kind, answer: dict[str, Any]) -> None:
         """Take the answer to a write. It may hold what others wrote meanwhile, which is no news any more later."""
         taken, before = self._cache.put(kind, answer)
-        self._hearing.expect(kind, version_of(answer))
+        self._hearing.expect(kind, answer)
         if taken:
             self.changed(kind, before, self._cache.items[kind][key_of(answer)])
 
