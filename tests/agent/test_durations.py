@@ -154,7 +154,7 @@ async def test_who_waits_for_a_model_that_is_deleted_is_told_at_once(world):
 
 async def test_a_probe_that_is_not_answered_in_time_fails(world):
     manifest = world.manifest("m1", seed=1)
-    manifest["spec"]["probe"] |= {"json": command("sleep:60"), "timeout": "1s"}
+    manifest["spec"]["probe"] |= {"json": command("sleep:4"), "timeout": "1s"}
     await world.apply(manifest)
     report = world.report("m1")
     assert (report.ready, report.reason) == (False, Reason.PROBE_FAILED)

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from omnimodel.agent import instance
 from omnimodel.errors import DispatchError, Reason
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -135,12 +136,14 @@ async def test_who_changes_their_mind_does_not_wait_for_what_they_asked_for_by_m
     assert world.report("m2").wakes == wakes
 
 
-async def test_a_process_that_does_not_leave_is_ended_and_what_it_held_is_free(world):
+async def test_a_process_that_does_not_leave_is_ended_and_what_it_held_is_free(world, monkeypatch):
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
     await world.ask("m1")
     pid = world.instance("m1").process.pid
     os.kill(pid, signal.SIGSTOP)
-    await world.agent.evict("default", "m1", 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(instance, "_ACKNOWLEDGE_SECONDS", 1.0)
+        await world.agent.evict("default", "m1", 60)
     assert world.report("m1").tier == "cold"
     assert world.ledger.held_by("default/m1")[0] == 0
     told = [event.reason async for event in world.agent.events.follow(follow=False) if event.name == "m1"]
