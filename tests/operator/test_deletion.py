@@ -20,11 +20,12 @@ KINDS = (MODELS, POOLS, PROCESSES, PODS, STATEFUL_SETS)
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(monkeypatch: pytest.MonkeyPatch, agents: Agents) -> None:
     """Pods with hardly a grace period, and an operator that soon takes an agent for dead."""
+    agents.beat_seconds = 1.0
     monkeypatch.setattr(kubernetes_children, "GRACE_SECONDS", 1)
     monkeypatch.setattr(kubernetes_pods, "STUCK_SECONDS", 1.0)
-    monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 8.0)
+    monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 4.0)
     monkeypatch.setattr(kubernetes_reconcile, "TICK_SECONDS", 0.2)
 
 

@@ -347,7 +347,8 @@ async def test_a_lost_pod_is_not_ready_its_entries_go_and_its_models_move(
     """seldon#5032: models of dead servers stayed Ready."""
     from omnimodel.controllers import kubernetes_pods, kubernetes_reconcile
 
-    monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 15.0)
+    agents.beat_seconds = 1.0
+    monkeypatch.setattr(kubernetes_pods, "SILENT_SECONDS", 5.0)
     monkeypatch.setattr(kubernetes_pods, "LOST_SECONDS", 2.0)
     monkeypatch.setattr(kubernetes_pods, "BACK_SECONDS", 1.0)
     monkeypatch.setattr(kubernetes_reconcile, "TICK_SECONDS", 0.3)
