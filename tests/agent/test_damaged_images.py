@@ -6,7 +6,7 @@ import pytest
 
 from agent.world import World
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 
 def damage(world: World, digest: str) -> None:

@@ -9,7 +9,7 @@ from example_models import MODELS
 from omnimodel.memory.image import read_index
 from omnimodel.protocol import probe as probes
 
-pytestmark = [pytest.mark.models, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def ask(child, name):

@@ -26,7 +26,12 @@ from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.kube import MODELS, PODS, POOLS, SECRETS, STATEFUL_SETS, Kube, KubeError
 
-pytestmark = [pytest.mark.cluster_api, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cluster_api,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
 SYSTEM = "omni-system"
 SECONDS = 120.0
 OURS = ("team-a", "team-b")

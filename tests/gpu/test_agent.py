@@ -25,7 +25,7 @@ from omnimodel.memory.devices import cuda, cuda_driver
 from omnimodel.memory.ledger import Kind
 from omnimodel.runtime.zygote import PRELOAD
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 TESTS = Path(__file__).parents[1]
 DEVICE_BYTES = 256 * MIB

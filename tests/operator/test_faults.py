@@ -41,6 +41,7 @@ def of_round(request: web.Request) -> bool:
     return request.method in WRITES and "/leases" not in request.path
 
 
+@pytest.mark.slow
 async def test_killed_between_any_two_writes_it_ends_with_the_same(
     world: World, agents: Agents, proxy: Proxy, start_process
 ) -> None:

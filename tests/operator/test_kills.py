@@ -77,6 +77,7 @@ async def delete(world: World, agents: Agents) -> Callable[[], bool]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [edit, scale_down, move, delete])
 async def test_killed_after_each_write_it_ends_as_it_should(
     world: World, agents: Agents, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, scenario: Scenario

@@ -166,6 +166,7 @@ async def test_what_an_agent_says_while_its_entry_is_taken_back_stays(world: Wor
     assert not (await world.kube.get(MODELS, "a", world.namespace)).get("status", {}).get("residency")
 
 
+@pytest.mark.slow
 async def test_agents_that_are_all_silent_and_come_back_keep_what_they_had(
     world: World, agents: Agents, start, hasty, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from omnimodel.agent import instance as instances
 from omnimodel.errors import DispatchError
 from omnimodel.gateway.app import create_app, serve
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
 SPEAKS = (
     HANDLER.replace("def predict(self, command: str) -> dict[str, float]:", "def told(self, command):")
