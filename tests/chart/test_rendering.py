@@ -12,6 +12,8 @@ from chart.chart import CHART, EVERYTHING, FOREIGN, ROOT, called, objects, optio
 from cluster.connection import ClusterError, Connection
 from omnimodel.api.policy import NAME
 from omnimodel.cli.kubectl import PORT, SELECTOR
+from omnimodel.quantity import parse_bytes
+from omnimodel.render.process import DEADLINE_SECONDS, REQUEST_BYTES
 
 pytestmark = pytest.mark.cluster_api
 VALUES = [pytest.param({}, id="nothing set"), pytest.param(EVERYTHING, id="everything set")]
@@ -79,6 +81,45 @@ def test_what_steers_is_published_nowhere(api_cluster: Connection, values: dict[
         assert [(each["name"], each["port"]) for each in backends] == [
             ("omni-omnimodel-gateway", public["ports"][0]["port"])
         ]
+
+
+def test_an_ingress_has_what_it_is_given(api_cluster: Connection) -> None:
+    given = EVERYTHING["gateway"]["ingress"]
+    (ingress,) = called(objects(template(api_cluster, EVERYTHING)), "Ingress")
+    assert ingress["metadata"]["annotations"] == given["annotations"]
+    assert (ingress["spec"]["ingressClassName"], ingress["spec"]["tls"]) == (given["className"], given["tls"])
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == given["hosts"]
+    (plain,) = called(
+        objects(template(api_cluster, {"gateway": {"ingress": {"enabled": True, "hosts": given["hosts"]}}})), "Ingress"
+    )
+    assert "annotations" not in plain["metadata"]
+    assert plain["spec"].keys() == {"rules"}
+
+
+def test_the_guide_says_how_an_ingress_cuts_off_nothing(api_cluster: Connection) -> None:
+    blocks = (ROOT / "docs/kubernetes.md").read_text().split("```yaml\n")[1:]
+    (values,) = [yaml.safe_load(text.partition("```")[0]) for text in blocks if text.startswith("gateway:\n  ingress:")]
+    (ingress,) = called(objects(template(api_cluster, values)), "Ingress")
+    assert ingress["metadata"]["annotations"] == values["gateway"]["ingress"]["annotations"]
+    said = {name.rpartition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()}
+    assert float(said["proxy-read-timeout"]) >= DEADLINE_SECONDS
+    assert parse_bytes(said["proxy-body-size"].replace("m", "Mi")) >= REQUEST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "rendered"),
+    [
+        pytest.param({}, {"request": "0s", "backendRequest": "0s"}, id="none cuts a model that wakes or an answer"),
+        pytest.param({"request": "15m"}, {"request": "15m", "backendRequest": "0s"}, id="one that is given"),
+        pytest.param(None, None, id="left out"),
+    ],
+)
+def test_a_route_has_the_timeouts_that_are_given(api_cluster: Connection, timeouts: Any, rendered: Any) -> None:
+    """LLMKube#734: one that was set never reached the route, so that requests were cut after 60 s."""
+    given = {"gateway": {"httpRoute": {**FOREIGN["gateway"]["httpRoute"], "timeouts": timeouts}}}
+    (route,) = called(objects(template(api_cluster, given)), "HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    assert rule.get("timeouts") == rendered
 
 
 def test_only_those_who_are_named_reach_what_steers(api_cluster: Connection) -> None:
@@ -182,6 +223,7 @@ REFUSED = [
     ("a namespace in capitals", {"namespaces": ["Team"]}, "/namespaces/0"),
     ("a namespace twice", {"namespaces": ["a", "a"]}, "/namespaces"),
     ("half a digest", {"images": {"operator": {"digest": "sha256:abc"}}}, "/images/operator/digest"),
+    ("a timeout without unit", {"gateway": {"httpRoute": {"timeouts": {"request": "60"}}}}, "/gateway/httpRoute/timeouts/request"),
     ("an ingress without hosts", {"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts is empty: name a host"),
     ("a route without gateway", {"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is empty: name a Gateway"),
 ]  # fmt: skip
