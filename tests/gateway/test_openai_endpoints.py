@@ -291,6 +291,14 @@ async def test_a_client_that_stops_in_the_middle_of_its_body_does_not_hold_the_g
     assert b" 408 " in head
 
 
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused_and_is_no_failure(world: World) -> None:
+    response = await world.post(CHAT_PATH, data=b"not gzip", headers={"Content-Encoding": "gzip"})
+
+    assert response.status == 400
+    error = (await response.json())["error"]
+    assert (error["code"], "gzip" in error["message"]) == ("invalid_body", True)
+
+
 # -- what passes in either direction --
 
 

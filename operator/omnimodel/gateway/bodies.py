@@ -79,29 +79,33 @@ async def chunks_of(request: web.Request, limit_bytes: int, silence_seconds: flo
     """The body as it comes.
 
     Raises:
-        RequestError: it is larger than the limit, or the client pauses too long.
+        RequestError: it is larger than the limit, it is not what its headers say, or the client pauses too long.
     """
     length = request.content_length
     if length is not None and length > limit_bytes:
         raise too_large(length, limit_bytes)
     total = 0
     while True:
-        chunk = request.content.read_nowait()
-        if not chunk:
-            if request.content.at_eof():
-                return
-            try:
+        try:
+            chunk = request.content.read_nowait()
+            if not chunk and not request.content.at_eof():
                 async with asyncio.timeout(silence_seconds):
                     chunk = await request.content.readany()
-            except TimeoutError:
-                raise RequestError(
-                    f"the body stopped for {silence_seconds:g} s after {total} bytes",
-                    "send it whole",
-                    status=408,
-                    code="request_timeout",
-                ) from None
-            if not chunk:
-                return
+        except TimeoutError:
+            raise RequestError(
+                f"the body stopped for {silence_seconds:g} s after {total} bytes",
+                "send it whole",
+                status=408,
+                code="request_timeout",
+            ) from None
+        except web.RequestPayloadError as error:
+            raise RequestError(
+                f"the body cannot be read after {total} bytes: {' '.join(str(error).split())}",
+                "send it as its Content-Encoding and Transfer-Encoding say",
+                code="invalid_body",
+            ) from None
+        if not chunk:
+            return
         total += len(chunk)
         if total > limit_bytes:
             raise too_large(None, limit_bytes)
