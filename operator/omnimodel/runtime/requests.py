@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 NOT_RESIDENT = "not_resident"
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON may have one half of a pair alone, UTF-8 and tokenizers may not
 
 
 class RequestError(Exception):
@@ -56,10 +58,13 @@ def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a request body.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is none, or has texts that are none.
     """
     try:
-        value = json.loads(body)
+        text = body.decode(json.detect_encoding(body))
+        value = json.loads(text)
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
