@@ -97,6 +97,9 @@ def test_the_notes_say_what_to_do_next(own_cluster: Cluster, place: str) -> None
     notes = install(own_cluster, place)
     assert f"kubectl apply -n {place} -f examples/catalog/" in notes
     assert f"helm test omni -n {place}" in notes
+    warning = "every pod of the cluster reaches the gateway's admin port"
+    assert warning not in notes
+    assert warning in install(own_cluster, place, *options({"networkPolicy": {"enabled": False}}))
 
 
 def test_an_upgrade_brings_new_fields_and_a_rollback_takes_everything_back(

@@ -51,6 +51,24 @@ def may(server: Server, user: str, verb: str, resource: str, namespace: str = "t
     return bool(answer.body["status"]["allowed"])
 
 
+@pytest.mark.parametrize(
+    ("role", "rights"), [("view", set()), ("edit", {"get", "create"}), ("admin", {"get", "create"})]
+)
+def test_the_admin_port_is_reached_through_the_api_server_by_those_who_may_edit(
+    own_cluster: Cluster, server: Server, release: str, role: str, rights: set[str]
+) -> None:
+    """`kubectl omni` asks the proxy of the Service: with GET to look, with POST to steer."""
+    user = f"{release}:one-with-{role}"
+    own_cluster.kubectl(
+        "create", "rolebinding", role, f"--clusterrole={role}", f"--serviceaccount={user}", "-n", release
+    )
+    service = "omni-omnimodel-gateway-admin"
+    for _ in own_cluster.until(30):  # the roles are put together by a controller
+        found = {verb for verb in ("get", "create") if may(server, user, verb, "services/proxy", release, service)}
+        if found == rights and may(server, user, "get", "services", release, service):
+            break
+
+
 def test_the_operator_writes_what_it_owns_and_nothing_that_people_write(server: Server, release: str) -> None:
     user = f"{release}:omni-omnimodel-operator"
     for kind in ("omnimodels", "omnipools"):
