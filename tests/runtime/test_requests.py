@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from omnimodel.runtime.requests import RequestError, read_object
+from omnimodel.runtime.requests import RequestError, read_object, text_of
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,9 @@ def test_what_is_no_text_is_refused_before_any_tokenizer_sees_it(body):
     with pytest.raises(RequestError) as caught:
         read_object(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_null_means_the_default_and_without_one_that_it_is_missing():
+    assert text_of({"encoding_format": None}, "encoding_format", default="float") == "float"
+    with pytest.raises(RequestError, match="Missing required parameter: voice"):
+        text_of({"voice": None}, "voice")

@@ -84,12 +84,12 @@ def refuse_others(body: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def text_of(body: Mapping[str, Any], name: str, *, default: str | None = None) -> str:
-    """A field that holds text.
+    """A field that holds text; null means the default.
 
     Raises:
         RequestError: it is missing or holds something else.
     """
-    value = body.get(name, default)
+    value = default if body.get(name) is None else body[name]
     if value is None:
         raise RequestError(f"Missing required parameter: {name}", param=name, code="missing_required_parameter")
     if not isinstance(value, str):
