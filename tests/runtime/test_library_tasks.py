@@ -87,8 +87,12 @@ async def test_a_text_that_is_too_long_is_refused_by_its_place_or_cut(published,
     status, answer = await child.post("/v2/models/moods/infer", texts(*["short"] * 40, "long " * 600))
     assert (status, answer["code"]) == (400, "context_length_exceeded")
     assert "text 40 has 602 tokens" in answer["error"]
+    status, answer = await child.post("/v2/models/moods/infer", texts("long " * 1_000_000))
+    assert (status, answer["code"]) == (400, "context_length_exceeded")
+    assert "text 0 has more than 512 tokens" in answer["error"]
     child = await published("classifier", classification(options={"truncate": True}), folder)
-    assert (await child.post("/v2/models/moods/infer", texts("long " * 600)))[0] == 200
+    for words in (600, 100_000):
+        assert (await child.post("/v2/models/moods/infer", texts("long " * words)))[0] == 200
 
 
 async def test_a_checkpoint_without_a_head_is_refused_by_what_is_missing(new_child, minilm, tmp_path):

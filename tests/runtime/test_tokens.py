@@ -66,3 +66,16 @@ def test_a_stop_is_never_given_out_not_even_its_beginning(tokens, text, stops):
         assert found == text
     else:
         assert text.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("characters", "most", "expected"),
+    [
+        pytest.param(30_000, 1_000, False, id="short enough to be counted at once"),
+        pytest.param(70_000, 40_000, False, id="not for sure"),
+        pytest.param(90_000, 40_000, True, id="twice as many"),
+        pytest.param(300_000, 1_000, True, id="more than any tokens are long"),
+    ],
+)
+def test_a_long_text_is_known_to_have_too_many_tokens_before_it_is_all_of_them(tokens, characters, most, expected):
+    assert tokens.exceeds("a" * characters, most) is expected

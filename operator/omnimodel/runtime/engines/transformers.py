@@ -119,6 +119,7 @@ class Pretrained(Model):
 
 
 TOKENS_FILE = "tokens.json"
+TOKEN_CHARACTERS = 64  # no text has tokens that long on average
 
 
 class TextGeneration(Pretrained):
@@ -144,27 +145,33 @@ class Encoder(Pretrained):
         Raises:
             RequestError: a text is longer than the model can read.
         """
-        if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(self.assets)
-        encodings = self._tokenizer.encode_batch(texts)
-        for index, encoding in enumerate(encodings):
-            if len(encoding.ids) > self._longest:
-                if not self.options.get("truncate"):
-                    raise RequestError(
-                        f"Invalid value for input: text {index} has {len(encoding.ids)} tokens, "
-                        f"the model reads at most {self._longest}",
-                        param="input",
-                        code="context_length_exceeded",
-                    )
-                encoding.truncate(self._longest)
         batch: list[list[int]] = []
-        for ids in (encoding.ids for encoding in encodings):
+        for ids in (self._tokens(index, text) for index, text in enumerate(texts)):
             width = max([len(ids), *map(len, batch)])
             if batch and (len(batch) >= _BATCH_TEXTS or width * (len(batch) + 1) > _BATCH_TOKENS):
                 yield self._padded(batch)
                 batch = []
             batch.append(ids)
         yield self._padded(batch)
+
+    def _tokens(self, index: int, text: str) -> list[int]:
+        """Tokens of one text: those of all, or of one without end, could take more memory than the process has."""
+        if self._tokenizer is None:
+            self._tokenizer = read_tokenizer(self.assets)
+        most_characters = self._longest * TOKEN_CHARACTERS
+        encoding = self._tokenizer.encode(text[:most_characters])
+        if len(encoding.ids) > self._longest or len(text) > most_characters:
+            if not self.options.get("truncate"):
+                count = str(len(encoding.ids)) if len(text) <= most_characters else f"more than {self._longest}"
+                raise RequestError(
+                    f"Invalid value for input: text {index} has {count} tokens, "
+                    f"the model reads at most {self._longest}",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+            encoding.truncate(self._longest)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _padded(self, batch: list[list[int]]) -> dict[str, torch.Tensor]:
         width = max(map(len, batch))
@@ -186,8 +193,9 @@ class Encoder(Pretrained):
 
     def count_tokens(self, texts: list[str]) -> int:
         """Tokens of texts, for `usage`."""
-        assert self._tokenizer is not None
-        return sum(len(encoding.ids) for encoding in self._tokenizer.encode_batch(texts))
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return sum(len(tokenizer.encode(text[: self._longest * TOKEN_CHARACTERS]).ids) for text in texts)
 
 
 class Embeddings(Encoder):

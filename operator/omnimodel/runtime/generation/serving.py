@@ -133,9 +133,11 @@ class TextGeneration:
                 yield Piece(new, len(step.tokens), None)
 
     def _prompt(self, ask: chat.Ask) -> list[int]:
-        if ask.chat:
-            return self._tokens.encode_chat(ask.messages)
-        prompt = self._tokens.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        prompt = self._tokens.chat_text(ask.messages) if ask.chat else ask.prompt
+        if isinstance(prompt, str):
+            if self._tokens.exceeds(prompt, self._most_prompt_tokens):
+                raise self._too_long(ask, f"more than {self._most_prompt_tokens}")
+            prompt = self._tokens.encode(prompt, special=not ask.chat)
         if not prompt:
             raise invalid("prompt", "it is empty")
         if max(prompt) >= self._vocabulary:
@@ -152,13 +154,8 @@ class TextGeneration:
         place = "messages" if ask.chat else "prompt"
         if any(token >= self._vocabulary for token in ask.sampling.bias):
             raise invalid("logit_bias", f"the model has {self._vocabulary} tokens")
-        most = min(defaults.prompt_tokens_limit, defaults.context_tokens - 1)
-        if prompt_tokens > most:
-            raise RequestError(
-                f"The {place} have {prompt_tokens} tokens, this model takes at most {most}",
-                param=place,
-                code="context_length_exceeded",
-            )
+        if prompt_tokens > self._most_prompt_tokens:
+            raise self._too_long(ask, str(prompt_tokens))
         room = defaults.context_tokens - prompt_tokens
         if ask.new_tokens is None:
             return min(defaults.new_tokens, room)
@@ -172,6 +169,18 @@ class TextGeneration:
                 code="context_length_exceeded",
             )
         return ask.new_tokens
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        return min(self._defaults.prompt_tokens_limit, self._defaults.context_tokens - 1)
+
+    def _too_long(self, ask: chat.Ask, tokens: str) -> RequestError:
+        place = "messages" if ask.chat else "prompt"
+        return RequestError(
+            f"The {place} have {tokens} tokens, this model takes at most {self._most_prompt_tokens}",
+            param=place,
+            code="context_length_exceeded",
+        )
 
 
 def _ends(model: Model) -> tuple[int, ...]:

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnimodel.runtime.engines.transformers import TOKENS_FILE, read_tokenizer
+from omnimodel.runtime.engines.transformers import TOKEN_CHARACTERS, TOKENS_FILE, read_tokenizer
 from omnimodel.runtime.requests import RequestError, invalid
 
 if TYPE_CHECKING:
     import tokenizers
+
+_PIECE_CHARACTERS = 1 << 15
 
 
 class Tokens:
@@ -35,13 +37,29 @@ class Tokens:
             self._tokenizer = read_tokenizer(self._assets)
         return self._tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with those the tokenizer puts around every text."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text, with those the tokenizer puts around every plain prompt unless `special` is false."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a conversation, up to where the answer begins.
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether a long text surely has more tokens than `most`.
+
+        It is looked at piece by piece: all at once it could take more memory than the process has.
+        """
+        if len(text) <= _PIECE_CHARACTERS:
+            return False
+        if len(text) > most * TOKEN_CHARACTERS:
+            return True
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            count += len(self.encode(text[start : start + _PIECE_CHARACTERS], special=False))
+            if count > 2 * most:  # what a cut adds is a few tokens
+                return True
+        return False
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation as the model reads it, up to where the answer begins.
 
         Raises:
             RequestError: the template refuses the messages, or there is none.
@@ -62,8 +80,8 @@ class Tokens:
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise invalid("messages", f"the model's chat template refuses them: {error}") from error
-        ids: list[int] = self.tokenizer.encode(texts[0], add_special_tokens=False).ids
-        return ids
+        text: str = texts[0]
+        return text
 
     def size(self) -> int:
         """How many tokens there are."""
