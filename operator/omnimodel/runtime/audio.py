@@ -32,7 +32,7 @@ def read_wav(content: bytes, rate: int = MODEL_RATE, *, field: str = "file") -> 
             channels, width, file_rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
             frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError, OverflowError, RuntimeError) as error:
-        raise invalid(field, f"it is no PCM WAV file ({error or type(error).__name__})") from error
+        raise invalid(field, f"it is no PCM WAV file ({str(error) or 'it ends too soon'})") from error
     if not (1 <= channels <= 32 and 1 <= width <= 4 and 1000 <= file_rate <= 384_000):
         raise invalid(field, "a WAV file with impossible properties")
     frames = frames[: len(frames) - len(frames) % (channels * width)]
