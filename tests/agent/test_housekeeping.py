@@ -17,9 +17,9 @@ from agent.fetching import SmallDisk
 from agent.world import command
 from omnimodel.agent import housekeeping as keeping
 from omnimodel.agent.environments import Environments
+from omnimodel.agent.forms import Forms, image_key
 from omnimodel.agent.housekeeping import Housekeeping
 from omnimodel.agent.needed import needs_of
-from omnimodel.agent.preparation import image_key
 from omnimodel.agent.sources import Sources
 from omnimodel.memory.image import ImageWriter
 from omnimodel.memory.store import Store
@@ -44,7 +44,7 @@ class Disk:
 
     def _needs(self):
         return needs_of([], self.needed, [SimpleNamespace(spec=spec(0), prepared=SimpleNamespace(image=image))
-                                          for image in self.in_use])  # fmt: skip
+                                          for image in self.in_use], Forms())  # fmt: skip
 
     def put(self, of: dict, *, content: int = 0, size_bytes: int = 4096, used: float = 0.0):
         """Everything that a model had published, fetched and built for it."""

@@ -7,8 +7,9 @@ import pytest
 
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, pattern
-from omnimodel.memory.codec_file import PACKED_FILE, pack
+from omnimodel.memory.codec_file import pack
 from omnimodel.memory.devices.cuda_driver import available
+from omnimodel.memory.index import PACKED_FILE
 
 if not available():
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)

@@ -18,10 +18,11 @@ from gpu.weights import Tensor, weights
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, copy_of, image, pattern
 from omnimodel.errors import ImageError, LedgerError, OmniError
-from omnimodel.memory.codec_file import PACKED_FILE, pack
+from omnimodel.memory.codec_file import pack
 from omnimodel.memory.devices import cuda, cuda_driver, open_device, open_window
 from omnimodel.memory.devices.cuda import CudaDevice
 from omnimodel.memory.devices.cuda_window import CudaWindow
+from omnimodel.memory.index import PACKED_FILE
 
 FRAME = 2 << 20
 ARENA = 64 << 20

@@ -131,26 +131,66 @@ def test_a_gpu_whose_node_nobody_knows_is_not_given_away(gpu, tmp_path):
 class Pinning:
     """A device that pins memory for images."""
 
-    pinned_bytes, page_bytes = 6 << 20, 2 << 20
+    pinned_bytes, page_bytes, stream_bytes = 6 << 20, 2 << 20, 0
 
-    def stage(self, path: str, image_bytes: int) -> str:
-        return path
+    def stage(self, path: str, image_bytes: int, *, whole: bool) -> str:
+        return path if whole else f"{path} in parts"
 
     def unstage(self, staged: str) -> None:
         pass
+
+
+def image(name: str, stored_bytes: int) -> SimpleNamespace:
+    """An image that is packed to two thirds."""
+    return SimpleNamespace(digest=name, bytes=stored_bytes * 3 // 2, stored_bytes=stored_bytes, image=name)
+
+
+async def test_an_image_larger_than_what_is_pinned_goes_through_parts_of_it_and_stays_nowhere():
+    host = Account("host", 10 << 20, measured=True)
+    device = Pinning()
+    device.stream_bytes = 4 << 20
+    arena = Arena(device, host)
+    worth = {"a": 1.0, "b": 2.0}.get
+    for name in "ab":
+        await arena.stage(image(name, 2 << 20), worth)
+    async with arena.staged(image("c", 7 << 20), worth) as staged:
+        assert staged == "c in parts"
+        assert (arena.holds("a"), arena.holds("b"), arena.holds("c")) == (False, True, False)
+        assert arena.held_bytes == 6 << 20  # the least worth has gone, for the parts and no more
+        async with arena.staged(image("b", 2 << 20), worth):
+            with pytest.raises(LedgerError, match="needs 8388608 bytes of the arena, 0 could be free"):
+                await arena.stage(image("d", 7 << 20), worth)
+    assert arena.held_bytes == 2 << 20
+    await arena.stage(image("a", 4 << 20), worth)  # the parts are free for others
+    assert host.held_bytes(kind=Kind.ARENA) == 6 << 20
+    await arena.close()
+    assert arena.held_bytes == 0
+
+
+async def test_an_image_that_has_room_only_beside_those_in_use_is_read_on_the_way():
+    device = Pinning()
+    device.stream_bytes = 2 << 20
+    arena = Arena(device, Account("host", 10 << 20, measured=True))
+    async with arena.staged(image("a", 4 << 20), lambda _: 0.0) as first:
+        assert first == "a"
+        async with arena.staged(image("b", 4 << 20), lambda _: 0.0) as second:
+            assert second == "b in parts"
+    async with arena.staged(image("b", 4 << 20), lambda _: 0.0) as second:
+        assert second == "b"
+    await arena.close()
 
 
 async def test_what_is_pinned_for_images_is_held_from_the_start_and_lent_to_nobody():
     host = Account("host", 10 << 20, measured=True)
     arena = Arena(Pinning(), host)
     assert host.held_bytes(kind=Kind.ARENA) == 6 << 20
-    one, two = (SimpleNamespace(digest=name, bytes=(2 << 20) + 1, image=name) for name in "ab")
+    one, two = (image(name, (2 << 20) + 1) for name in "ab")
     await arena.stage(one, lambda _: 0.0)
     assert arena.held_bytes == 4 << 20  # an image takes whole pages
     await arena.stage(two, lambda _: 0.0)  # the first goes for it
     assert (arena.holds("a"), arena.holds("b")) == (False, True)
     assert arena.give_up(1, lambda _: 0.0) == 0
-    large = SimpleNamespace(digest="c", bytes=7 << 20, image="c")
+    large = image("c", 7 << 20)
     assert arena.short_bytes(large) == 0  # no process that ends would make room for it
     with pytest.raises(LedgerError, match="needs 8388608 bytes of the arena"):
         await arena.stage(large, lambda _: 0.0)

@@ -197,7 +197,9 @@ class Agent:
 
     def _keep_house(self, opened: OpenedPool) -> None:
         keeping, instances = opened.preparation.housekeeping, opened.broker.instances
-        keeping.needs = lambda: needs_of(self._models.values(), self._specs.values(), instances.values())
+        keeping.needs = lambda: needs_of(
+            self._models.values(), self._specs.values(), instances.values(), opened.supply.forms
+        )
         keeping.tell = lambda gone: self.events.add("OmniPool", "", self._pool_name, "Pruned", removed_words(gone))
 
     def _doubt_published(self, error: OmniError) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
 _RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
 _COPY_SECONDS = 120.0  # no image takes that long to copy
+_SLOWEST_DISK_BYTES = 50_000_000  # a second, of an image that is read on the way
 FREED_SECONDS = 15.0  # from a kill to the free frames
 
 
@@ -79,8 +80,10 @@ class Loads:
                 async with self._memory.arena.staged(image, worth_of) as staged:
                     allocation = pool.take(instance.name, image.digest, worth_of)
                     frames, began = allocation.frames, time.perf_counter()
-                    copy_seconds = await pool.fill(allocation, staged, _COPY_SECONDS, fence=instance.fence, begun=begun)
-                self._learn_rate(allocation.missing * self._memory.device.frame_bytes, copy_seconds)
+                    late_seconds = self._late_seconds(image)
+                    copy_seconds = await pool.fill(allocation, staged, late_seconds, fence=instance.fence, begun=begun)
+                if self._memory.arena.holds(image.digest):
+                    self._learn_rate(allocation.missing * self._memory.device.frame_bytes, copy_seconds)
         except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
                 account.cancel(instance.name)
@@ -163,6 +166,11 @@ class Loads:
                     raise
             await asyncio.sleep(0.01)
 
+    def _late_seconds(self, image: ImageRef) -> float:
+        """After which a copy of an image that is staged counts as failed."""
+        from_disk = not self._memory.arena.holds(image.digest)
+        return _COPY_SECONDS + (image.stored_bytes / _SLOWEST_DISK_BYTES if from_disk else 0.0)
+
     def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
         if copied_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
             return
@@ -201,7 +209,7 @@ def explained(instance: Instance, error: Exception) -> OmniError:
         )
     return OmniError(
         instance.subject,
-        f"its image was not copied to the device within {_COPY_SECONDS:g} s",
+        "its image was not copied to the device in time",
         "see whether the machine is overloaded or its disk is failing",
         reason=Reason.LOAD_TIMEOUT,
     )

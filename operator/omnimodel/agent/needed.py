@@ -6,27 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.agent.housekeeping import Needs
-from omnimodel.agent.preparation import image_key, resolve_dtype
 from omnimodel.agent.stored import Stored
 from omnimodel.placement.state import bytes_text
 
 if TYPE_CHECKING:
+    from omnimodel.agent.forms import Forms
     from omnimodel.agent.instance import Instance
     from omnimodel.agent.model import Model
 
 
-def needs_of(models: Iterable[Model], applied: Iterable[Mapping[str, Any]], instances: Iterable[Instance]) -> Needs:
+def needs_of(
+    models: Iterable[Model], applied: Iterable[Mapping[str, Any]], instances: Iterable[Instance], forms: Forms
+) -> Needs:
     """What must stay: for models as they serve, as they were applied last, and as they still end.
 
     Args:
         models: all that are here.
         applied: process specs as they were applied last; a revision for one may not have begun yet.
         instances: that the broker has; those of deleted models may still answer.
+        forms: in which their images are looked for.
     """
     here = [*(instance for model in models for instance in model.instances), *instances]
     specs = [*applied, *(instance.spec for instance in here)]
-    auto = resolve_dtype("auto")
-    keys = {image_key(spec, auto if spec["dtype"] == "auto" else spec["dtype"]) for spec in specs}
+    keys = {key for spec in specs for key in forms.keys(spec)}
     images = [instance.prepared.image for instance in here if instance.prepared is not None]
     return Needs(specs, frozenset(keys), frozenset(image.digest for image in images if image is not None))
 

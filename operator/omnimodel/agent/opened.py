@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omnimodel.agent.broker import Broker
 from omnimodel.agent.events import EventLog
+from omnimodel.agent.forms import Forms
 from omnimodel.agent.kept import FOLDER_VARIABLE, KeptLock, kept_folder, published_folders
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.moves import DeviceMemory
@@ -85,7 +86,7 @@ class OpenedPool:
                 found.frame_bytes,
                 found.threads,
                 published=published,
-                auto_dtype=found.auto_dtype,
+                forms=lambda: found.forms if device.decodes() else Forms(found.auto_dtype),
                 doubt=doubt,
             )
             device = open_device(found.device, found.frame_bytes, arena_bytes=found.arena_bytes)

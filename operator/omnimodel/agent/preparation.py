@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omnimodel.agent.building import Builder
 from omnimodel.agent.confinement import publishing_request
 from omnimodel.agent.environments import Environments
+from omnimodel.agent.forms import Forms
 from omnimodel.agent.housekeeping import Housekeeping
 from omnimodel.agent.kept import Room
 from omnimodel.agent.layout import Layout
@@ -24,7 +25,6 @@ from omnimodel.agent.origins import Origins
 from omnimodel.agent.sources import Sources
 from omnimodel.agent.stored import tree_bytes
 from omnimodel.errors import ImageError, OmniError, Reason, SourceError
-from omnimodel.memory.devices.processor import computes_bfloat16
 from omnimodel.memory.disk import write_atomically
 from omnimodel.memory.published import PublishedImages
 from omnimodel.memory.store import Staging, Store, verify
@@ -114,7 +114,7 @@ class Preparation:
         device: `host` or `cuda:0`, and the size of its frames.
         threads: of one forward pass when the manifest leaves it to the machine.
         published: folders that others filled, by name; they are looked into first, and only read.
-        auto_dtype: that `auto` stands for; as this machine computes when it is empty.
+        forms: in which images are looked for and published.
         doubt: hears what is wrong in one of them; its image is then published anew, here.
     """
 
@@ -127,7 +127,7 @@ class Preparation:
         threads: int,
         *,
         published: Mapping[str, Path] | None = None,
-        auto_dtype: str = "",
+        forms: Callable[[], Forms] = Forms,
         doubt: Callable[[OmniError], None] = lambda _error: None,
     ) -> None:
         layout.make_kept()
@@ -145,7 +145,7 @@ class Preparation:
         self._environments = Environments(
             layout.environments, self.origins, [other.environments for other in others.values()], doubt
         )
-        self._auto_dtype = auto_dtype
+        self._forms = forms
         self._doubt = doubt
         self.housekeeping = Housekeeping(layout.kept, self.store, self._sources, self._environments)
         self._builder = Builder(layout, spawner)
@@ -178,15 +178,15 @@ class Preparation:
             if spec.get("source"):
                 source = await self._fetch(subject, spec, report)
         else:
-            dtype = resolve_dtype(spec["dtype"], self._auto_dtype)
-            image = await self._found(image_key(spec, dtype))
+            forms = await asyncio.to_thread(self._forms)
+            image = await self._found(forms.keys(spec))
             if image is None:
                 source = await self._fetch(subject, spec, report)
                 if self._publishing.locked():
                     report("queued", -1.0)
                 async with self._publishing:
                     image = await self._with_room(
-                        partial(self._publish, subject, spec, dtype, source, environment, report),
+                        partial(self._publish, subject, spec, forms, source, environment, report),
                         await asyncio.to_thread(tree_bytes, source),
                     )
                 source = None
@@ -230,13 +230,13 @@ class Preparation:
         return source
 
     async def _publish(
-        self, subject: str, spec: dict[str, Any], dtype: str, source: Path, environment: Path | None, report: Report
+        self, subject: str, spec: dict[str, Any], forms: Forms, source: Path, environment: Path | None, report: Report
     ) -> ImageRef:
         """Let a process of its own, in a sandbox, load the model the ordinary way and write its image."""
-        key = image_key(spec, dtype)
-        found = await self._stored(key)  # an equal one may have been published meanwhile
-        if found is not None:
-            return found
+        keys, dtype = forms.keys(spec), forms.dtype(spec)
+        for key in keys:
+            if (found := await self._stored(key)) is not None:  # an equal one may have been published meanwhile
+                return found
         report("publishing", -1.0)
         async with _staging(self.store) as staging:
             request = publishing_request(
@@ -251,6 +251,7 @@ class Preparation:
                         process.plan.inside(str(staging.path), process.reached.level),
                         dtype,
                         self._threads,
+                        forms.packed_frame_bytes,
                     ),
                     (),
                     spec["limits"]["loadDeadlineSeconds"],
@@ -260,17 +261,22 @@ class Preparation:
                 process.kill()
                 await process.released
             what = f"{subject.removeprefix('OmniModel ')} ({dtype})"
-            image = await _to_its_end(self.store.commit, staging, key, what)
+            image = await _to_its_end(self.store.commit, staging, keys[0 if staging.packed else -1], what)
         self._verified.add(image.path)
         return image
 
-    async def _found(self, key: str) -> ImageRef | None:
-        """The image with a key: in a store of others, else in the agent's own."""
+    async def _found(self, keys: Sequence[str]) -> ImageRef | None:
+        """The image with one of these keys: in a store of others, else in the agent's own."""
         for published in self._published:
-            image = await self._found_published(published, key)
+            for key in keys:
+                image = await self._found_published(published, key)
+                if image is not None:
+                    return image
+        for key in keys:
+            image = await self._stored(key)
             if image is not None:
                 return image
-        return await self._stored(key)
+        return None
 
     async def _stored(self, key: str) -> ImageRef | None:
         """The image with a key; at its first use every byte is checked, and a damaged one is thrown away."""
@@ -345,21 +351,6 @@ def _check_readable(subject: str, source: Path) -> None:
                 f"its source {path} cannot be read by the model, whose process has a user of its own",
                 f"run chmod -R o+rX {source}",
             )
-
-
-def image_key(spec: Mapping[str, Any], dtype: str) -> str:
-    """The store's key of a model's image: what it is published from, and the dtype."""
-    return f"{spec['publishHash'][:40]}-{dtype}"
-
-
-def resolve_dtype(dtype: str, auto: str = "") -> str:
-    """The dtype that `auto` means: what is said here, else what suits this machine.
-
-    bfloat16 where the processor computes in it, else float32.
-    """
-    if dtype != "auto":
-        return dtype
-    return auto or ("bfloat16" if computes_bfloat16() else "float32")
 
 
 async def finish(task: asyncio.Task[Any] | None) -> None:

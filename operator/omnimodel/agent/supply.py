@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from omnimodel.agent.forms import Forms
 from omnimodel.api import OmniPool
 from omnimodel.errors import IsolationError, OmniError
 from omnimodel.isolation import Level, Reached
@@ -52,6 +53,11 @@ class Supply:
     arena_bytes: int
     threads: int
     auto_dtype: str = ""
+
+    @property
+    def forms(self) -> Forms:
+        """In which images are looked for, the best first, where the device can decode what is packed."""
+        return Forms(self.auto_dtype, 0 if self.device == "host" else self.frame_bytes)
 
 
 def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:

@@ -85,17 +85,18 @@ def _known_sizes(desired: Desired, state_dir: Path) -> dict[str, int]:
     """Footprints that were measured on this state directory, by `namespace/name@generation`."""
     from omnimodel.agent.kept import kept_folder
     from omnimodel.agent.layout import Layout
-    from omnimodel.agent.preparation import Footprint, image_key, resolve_dtype
+    from omnimodel.agent.preparation import Footprint
+    from omnimodel.agent.supply import supply
     from omnimodel.memory.store import Store
 
     layout = Layout(state_dir, kept_folder(desired.pool, state_dir))
     if not layout.store.is_dir():
         return {}
-    store = Store(layout.store)
+    store, forms = Store(layout.store), supply(desired.pool).forms
     sizes = {}
     for process in desired.processes:
         spec = process.spec.to_dict()
-        image = store.lookup(image_key(spec, resolve_dtype(spec["dtype"])))
+        image = next(filter(None, map(store.lookup, forms.keys(spec))), None)
         footprint = Footprint.load(layout, spec["hash"])
         if image is not None and footprint is not None:
             sizes[f"{process.key}@{process.metadata.generation}"] = image.bytes + footprint.working_bytes

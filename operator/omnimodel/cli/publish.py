@@ -89,6 +89,7 @@ def command(context: click.Context, folder: Path, store: Path, pool: str, dtype:
 
 
 async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, dtype: str) -> list[Published]:
+    from omnimodel.agent.forms import Forms
     from omnimodel.agent.kept import KeptLock
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.origins import write_files
@@ -111,7 +112,7 @@ async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, d
         try:
             machine = supply(pool)
             preparation = Preparation(
-                layout, spawner, machine.device, machine.frame_bytes, machine.threads, auto_dtype=dtype
+                layout, spawner, machine.device, machine.frame_bytes, machine.threads, forms=lambda: Forms(dtype)
             )
             preparation.origins.follow(pool.spec.sources)
             found += [await _one(preparation, process, catalog, dtype) for process in desired.processes]
@@ -122,7 +123,8 @@ async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, d
 
 async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog, dtype: str) -> Published:
     """Publish one model; what fails is said, and keeps no other from being published."""
-    from omnimodel.agent.preparation import FOREIGN_ENGINES, resolve_dtype
+    from omnimodel.agent.forms import Forms
+    from omnimodel.agent.preparation import FOREIGN_ENGINES
     from omnimodel.errors import OmniError
     from omnimodel.render import fill_secrets
 
@@ -153,5 +155,5 @@ async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog,
     image = prepared.image
     if image is None:
         return Published(process.key, source=source, environment=environment)
-    dtype = resolve_dtype(spec["dtype"], dtype)
+    dtype = Forms(dtype).dtype(spec)
     return Published(process.key, dtype, image.digest, image.bytes, environment, source)

@@ -1,7 +1,9 @@
 """The arena: images in host memory, ready to be copied into frames.
 
 With CUDA an image is read into pinned memory; on a machine without, it is mapped and read into the page cache. What
-is staged stays until its bytes are wanted for something worth more. One task owns an arena (the agent's broker).
+is staged stays until its bytes are wanted for something worth more. An image that has no room there, whatever goes, is
+read while it is copied where the device can do that; it takes room for parts of it, and only meanwhile. One task owns
+an arena (the agent's broker).
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Entry:
-    """An image that is staged or being staged; `users` copy from it just now."""
+    """An image that is staged or being staged; `users` copy from it just now.
+
+    Args:
+        held_bytes: what it takes.
+        streamed: whether only parts of it are here at a time.
+    """
 
     ref: ImageRef
+    held_bytes: int
+    streamed: bool
     staging: asyncio.Task[Any] = field(repr=False)
     users: int = 0
     unwanted: bool = False
@@ -58,7 +67,7 @@ class Arena:
     def holds(self, digest: str) -> bool:
         """Whether an image is staged and a wake need not wait for the disk."""
         entry = self._entries.get(digest)
-        return entry is not None and entry.staging.done()
+        return entry is not None and entry.staging.done() and not entry.streamed
 
     @asynccontextmanager
     async def staged(self, ref: ImageRef, worth: Callable[[str], float]) -> AsyncIterator[Any]:
@@ -84,11 +93,11 @@ class Arena:
             yield await asyncio.shield(entry.staging)
         finally:
             entry.users -= 1
-            if entry.unwanted and not entry.users:
+            if (entry.unwanted or entry.streamed) and not entry.users:
                 self.drop(ref.digest)
 
     async def stage(self, ref: ImageRef, worth: Callable[[str], float]) -> None:
-        """Bring an image in and leave it there."""
+        """Bring an image in and leave it there, if there is room."""
         async with self.staged(ref, worth):
             pass
 
@@ -102,11 +111,11 @@ class Arena:
     def _short_bytes(self, ref: ImageRef) -> int:
         if ref.digest in self._entries:
             return 0
-        return max(0, self._bytes(ref) - self._room_bytes() - sum(self._bytes(entry.ref) for entry in self._idle()))
+        return max(0, self._bytes(ref) - self._room_bytes() - sum(entry.held_bytes for entry in self._idle()))
 
     def _bytes(self, ref: ImageRef) -> int:
         """What an image takes of the arena."""
-        return -(-ref.bytes // self.device.page_bytes) * self.device.page_bytes
+        return -(-ref.stored_bytes // self.device.page_bytes) * self.device.page_bytes
 
     def drop(self, digest: str) -> None:
         """Take an image out, at the end of its use; harmless when it is not there."""
@@ -134,18 +143,23 @@ class Arena:
         return min(self.account.free_bytes, self.budget_bytes - self.held_bytes)
 
     def _begin(self, ref: ImageRef, worth: Callable[[str], float]) -> _Entry:
-        room_bytes, needed_bytes = self._room_bytes(), self._bytes(ref)
+        room_bytes, needed_bytes, whole = self._room_bytes(), self._bytes(ref), True
         if needed_bytes > room_bytes:
             if short_bytes := self._short_bytes(ref):
-                raise LedgerError(
-                    f"image {ref.digest[:12]}",
-                    f"needs {needed_bytes} bytes of the arena, {max(0, needed_bytes - short_bytes)} could be free",
-                    "raise the pool's hostMemory",
-                )
+                possible_bytes = max(0, needed_bytes - short_bytes)
+                whole = not 0 < self.device.stream_bytes <= possible_bytes
+                if whole:
+                    raise LedgerError(
+                        f"image {ref.digest[:12]}",
+                        f"needs {needed_bytes} bytes of the arena, {possible_bytes} could be free",
+                        "raise the pool's hostMemory",
+                    )
+                needed_bytes = self.device.stream_bytes
             self._free_up(needed_bytes - room_bytes, worth)
         self.account.hold(_holder(ref.digest), Kind.ARENA, needed_bytes)
-        task = asyncio.ensure_future(asyncio.to_thread(self.device.stage, str(ref.image), ref.bytes))
-        entry = _Entry(ref, task)
+        staging = asyncio.to_thread(self.device.stage, str(ref.image), ref.bytes, whole=whole)
+        task = asyncio.ensure_future(staging)
+        entry = _Entry(ref, needed_bytes, not whole, task)
         self._entries[ref.digest] = entry
         task.add_done_callback(lambda _: self._staged(entry))
         return entry
@@ -163,8 +177,8 @@ class Arena:
             if freed_bytes >= needed_bytes:
                 break
             self._remove(entry)
-            freed_bytes += self._bytes(entry.ref)
-            log.info("image_left_arena digest=%s bytes=%d", entry.ref.digest, entry.ref.bytes)
+            freed_bytes += entry.held_bytes
+            log.info("image_left_arena digest=%s bytes=%d", entry.ref.digest, entry.held_bytes)
         return freed_bytes
 
     def _remove(self, entry: _Entry) -> None:

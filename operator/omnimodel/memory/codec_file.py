@@ -21,7 +21,6 @@ from omnimodel.memory.codec import ALIGN_BYTES, Bytes, Layout, decode, encode, e
 
 MAGIC = b"OMNIPACK"
 FORMAT = 1
-PACKED_FILE = "image.packed"
 BLOCK_BYTES = 4096  # the body is a multiple long, so that it can be read with O_DIRECT
 WORTH_RATIO = 0.95  # a tensor that stays larger than this is kept as it is
 SMALL_BYTES = 64 << 10
@@ -97,6 +96,23 @@ class PackedIndex:
         return [(b[0].stored_at, b[-1].stored_at + b[-1].stored_bytes, b) for b in grouped]
 
 
+def expected_ratio(image: str, tensors: Sequence[Tensor]) -> float:
+    """The ratio that packing an image reaches, by a sample of each tensor; 1 when no tensor is worth coding."""
+    source = np.memmap(image, dtype=np.uint8, mode="r")
+    saved = sum((1 - ratio) * tensor.bytes for tensor, ratio in _worthy(source, tensors))
+    return 1 - saved / source.size
+
+
+def _worthy(source: Bytes, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:
+    """The tensors that are coded, each because of the ratio that is measured of it."""
+    for tensor in tensors:
+        if tensor.dtype != "bfloat16" or tensor.bytes < SMALL_BYTES or tensor.offset % 2:
+            continue
+        ratio = estimate(source[tensor.offset : tensor.offset + tensor.bytes].view(np.uint16))
+        if ratio <= WORTH_RATIO:
+            yield tensor, ratio
+
+
 def pack(image: str, tensors: Sequence[Tensor], frame_bytes: int, output: str, threads: int = 1) -> PackedIndex:
     """Write the packed form of an image.
 
@@ -136,12 +152,7 @@ def _cuts(source: Bytes, tensors: Sequence[Tensor], frame_bytes: int) -> list[tu
     """The image as (offset, bytes, coded): each tensor worth it by itself, all between together, cut at frames."""
     spans: list[tuple[int, int, bool]] = []
     done = 0
-    for tensor in tensors:
-        if tensor.dtype != "bfloat16" or tensor.bytes < SMALL_BYTES or tensor.offset % 2:
-            continue
-        values = source[tensor.offset : tensor.offset + tensor.bytes].view(np.uint16)
-        if estimate(values) > WORTH_RATIO:
-            continue
+    for tensor, _ in _worthy(source, tensors):
         if tensor.offset > done:
             spans.append((done, tensor.offset - done, False))
         spans.append((tensor.offset, tensor.bytes, True))
@@ -187,7 +198,8 @@ def read_index(path: str) -> PackedIndex:
         ImageError: it is no packed file, or its index contradicts itself or the file.
     """
     try:
-        with open(path, "rb") as stream:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a stranger may have put it there
+        with open(os.open(path, flags), "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             stream.seek(max(0, file_bytes - _TRAILER_BYTES))
             tail = stream.read(_TRAILER_BYTES)

@@ -2,7 +2,7 @@
 
 A folder with `image` (every tensor once, at aligned offsets, in the order the module uses them), `index.json` (what
 lies where, and a SHA-256 per frame) and `assets/` (tokenizers, configurations). It never changes once it is
-published.
+published. In place of `image` there may be `image.packed`: the same bytes in fewer (`packing`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from omnimodel.memory.index import (
     ASSETS_FOLDER,
     FRAME_BYTES,
     IMAGE_ALIGNMENT_BYTES,
+    IMAGE_FILE,
     ITEM_BYTES,
+    PACKED_FILE,
     TENSOR_ALIGNMENT_BYTES,
     Asset,
     Index,
@@ -41,6 +43,7 @@ __all__ = [
     "IMAGE_FILE",
     "INDEX_FILE",
     "ITEM_BYTES",
+    "PACKED_FILE",
     "Asset",
     "ImageWriter",
     "Index",
@@ -49,9 +52,9 @@ __all__ = [
     "hash_assets",
     "parse_index",
     "read_index",
+    "write_index",
 ]
 
-IMAGE_FILE = "image"
 INDEX_FILE = "index.json"
 
 _INDEX_BYTES = 64 << 20
@@ -139,8 +142,7 @@ class ImageWriter:
                 metadata=self.metadata,
             )
             index = Index(**{**vars(index), "digest": digest_of(index)})
-            with open(self.folder / INDEX_FILE, "x", encoding="utf-8") as file:
-                json.dump(index.to_json(), file, separators=(",", ":"), allow_nan=False)
+            write_index(self.folder / INDEX_FILE, index)
         return index
 
     def abort(self) -> None:
@@ -179,6 +181,12 @@ class ImageWriter:
         self._in_frame_bytes = 0
 
 
+def write_index(path: Path, index: Index) -> None:
+    """Write an index to a file that is not there yet."""
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(index.to_json(), file, separators=(",", ":"), allow_nan=False)
+
+
 def hash_assets(folder: Path) -> tuple[Asset, ...]:
     """Every file under `folder`, hashed, in the order of their paths.
 
@@ -197,7 +205,7 @@ def hash_assets(folder: Path) -> tuple[Asset, ...]:
 
 
 def read_index(folder: Path | str) -> Index:
-    """Read and check the index of an image folder, and that the image has the length it says.
+    """Read and check the index of an image folder, and that the image is stored as it says.
 
     Raises:
         ImageError: the index is damaged or hostile, or image and index do not fit together.
@@ -206,12 +214,22 @@ def read_index(folder: Path | str) -> Index:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             text = file.read(_INDEX_BYTES + 1)
-        image = os.lstat(path.parent / IMAGE_FILE)
     except OSError as error:
         raise ImageError(str(path), f"cannot be read: {error.strerror}") from error
     if len(text) > _INDEX_BYTES:
         raise ImageError(str(path), f"an index has at most {_INDEX_BYTES} bytes")
     index = parse_index(text, str(path))
-    if not stat.S_ISREG(image.st_mode) or image.st_size != index.bytes:
-        raise ImageError(str(path.parent / IMAGE_FILE), f"has {image.st_size} bytes, its index says {index.bytes}")
+    stored = path.parent / index.stored_file
+    try:
+        found = os.lstat(stored)
+    except OSError as error:
+        raise ImageError(str(stored), f"cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size != index.stored_bytes:
+        raise ImageError(str(stored), f"has {found.st_size} bytes, its index says {index.stored_bytes}")
+    if index.packed is not None:
+        from omnimodel.memory.codec_file import read_index as read_blocks  # NumPy, which a raw image does not need
+
+        blocks = read_blocks(str(stored))
+        if (blocks.image_bytes, blocks.frame_bytes) != (index.bytes, index.packed.frame_bytes):
+            raise ImageError(str(stored), "holds another image than its index says", "publish the model again")
     return index

@@ -13,6 +13,8 @@ FORMAT = 1
 TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 IMAGE_ALIGNMENT_BYTES = 4096  # a page, so that the file can be mapped and read with O_DIRECT
 ASSETS_FOLDER = "assets"
+IMAGE_FILE = "image"
+PACKED_FILE = "image.packed"
 
 ITEM_BYTES = {
     "float64": 8,
@@ -68,6 +70,21 @@ class Asset:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """An image that is stored in fewer bytes than it has, see `codec_file`; its file is all there is of it.
+
+    Args:
+        bytes: length of that file.
+        frame_bytes: of the devices that it is for.
+        frames: a digest for each `Index.frame_bytes` of the file.
+    """
+
+    bytes: int
+    frame_bytes: int
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Index:
     """What an image holds.
 
@@ -77,6 +94,7 @@ class Index:
         frame_bytes: how many bytes each digest of `frames` covers (the last one: what is left).
         dtype: what the publisher was asked for.
         metadata: free; the engine's and the task's.
+        packed: how it is stored, when that is not as it is.
     """
 
     digest: str
@@ -87,10 +105,11 @@ class Index:
     frames: tuple[str, ...]
     assets: tuple[Asset, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    packed: Packed | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The index as it stands in index.json."""
-        return {
+        body: dict[str, Any] = {
             "format": FORMAT,
             "digest": self.digest,
             "bytes": self.bytes,
@@ -110,6 +129,28 @@ class Index:
             "assets": [{"path": asset.path, "bytes": asset.bytes, "sha256": asset.sha256} for asset in self.assets],
             "metadata": self.metadata,
         }
+        if self.packed is not None:
+            body["packed"] = {
+                "bytes": self.packed.bytes,
+                "frameBytes": self.packed.frame_bytes,
+                "frames": list(self.packed.frames),
+            }
+        return body
+
+    @property
+    def stored_file(self) -> str:
+        """Name of the file that the image is stored in."""
+        return PACKED_FILE if self.packed else IMAGE_FILE
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of that file."""
+        return self.packed.bytes if self.packed else self.bytes
+
+    @property
+    def stored_frames(self) -> tuple[str, ...]:
+        """Digests of that file, one for each `frame_bytes` of it."""
+        return self.packed.frames if self.packed else self.frames
 
     @property
     def weights_bytes(self) -> int:
@@ -207,7 +248,8 @@ class _Reader:
 
     def index(self, body: Any) -> Index:
         names = {"format", "digest", "bytes", "frameBytes", "dtype", "tensors", "frames", "assets", "metadata"}
-        body = self.fields(body, "the index", names)
+        packed = isinstance(body, dict) and "packed" in body
+        body = self.fields(body, "the index", names | {"packed"} if packed else names)
         if body["format"] != FORMAT or type(body["format"]) is not int:
             raise self.fail(f"format is {body['format']!r}, this version reads {FORMAT}")
         if not isinstance(body["metadata"], dict):
@@ -230,9 +272,21 @@ class _Reader:
                 for number, asset in enumerate(self.items(body["assets"], "assets", _TENSORS))
             ),
             metadata=body["metadata"],
+            packed=self.packed(body["packed"]) if packed else None,
         )
         self.layout(index)
         return index
+
+    def packed(self, body: Any) -> Packed:
+        body = self.fields(body, "packed", {"bytes", "frameBytes", "frames"})
+        return Packed(
+            bytes=self.integer(body["bytes"], "packed.bytes", _IMAGE_BYTES),
+            frame_bytes=self.integer(body["frameBytes"], "packed.frameBytes", FRAME_BYTES[-1]),
+            frames=tuple(
+                self.sha256(frame, f"packed.frames[{number}]")
+                for number, frame in enumerate(self.items(body["frames"], "packed.frames", _TENSORS))
+            ),
+        )
 
     def tensor(self, body: Any, where: str) -> TensorEntry:
         body = self.fields(body, where, {"names", "dtype", "shape", "offset", "bytes"})
@@ -267,6 +321,8 @@ class _Reader:
             raise self.fail(f"bytes is {index.bytes}, which is no multiple of {IMAGE_ALIGNMENT_BYTES}")
         if len(index.frames) != -(-index.bytes // index.frame_bytes):
             raise self.fail(f"{len(index.frames)} frames do not cover {index.bytes} bytes")
+        if len(index.stored_frames) != -(-index.stored_bytes // index.frame_bytes):
+            raise self.fail(f"{len(index.stored_frames)} frames do not cover the {index.stored_bytes} bytes stored")
         end_bytes = 0
         names: set[str] = set()
         for entry in index.tensors:

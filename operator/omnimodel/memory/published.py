@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnimodel.errors import ImageError
-from omnimodel.memory.image import ASSETS_FOLDER, IMAGE_FILE, INDEX_FILE, Index, read_index
+from omnimodel.memory.image import ASSETS_FOLDER, INDEX_FILE, Index, read_index
 from omnimodel.memory.store import ImageRef
 
 _KEY_BYTES = 64 << 10
@@ -79,7 +79,7 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
 def _check_plain(folder: Path, index: Index) -> None:
     """Raise unless a folder holds what its index lists, in plain files and folders that everybody may read."""
-    wanted = {IMAGE_FILE: index.bytes, INDEX_FILE: None}
+    wanted: dict[str, int | None] = {index.stored_file: index.stored_bytes, INDEX_FILE: None}
     wanted |= {f"{ASSETS_FOLDER}/{asset.path}": asset.bytes for asset in index.assets}
     folders = {"", ASSETS_FOLDER, *(str(parent) for name in wanted for parent in Path(name).parents)} - {"."}
     waiting = [""]

@@ -1,6 +1,6 @@
 """The store of images on disk: content-addressed, each image once, found by the key of what it was published from.
 
-    images/<digest>/    image, index.json, assets/; never changes
+    images/<digest>/    image or image.packed, index.json, assets/; never changes
     keys/<key>.json     which image a key (what was published, and its dtype) leads to
     staging/<id>/       being written; <id>.lock is held by the publisher while it lives
 
@@ -30,7 +30,15 @@ from typing import Self
 
 from omnimodel.errors import ImageError, OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_part
-from omnimodel.memory.image import ASSETS_FOLDER, IMAGE_FILE, INDEX_FILE, Index, hash_assets, read_index
+from omnimodel.memory.image import (
+    ASSETS_FOLDER,
+    IMAGE_FILE,
+    INDEX_FILE,
+    PACKED_FILE,
+    Index,
+    hash_assets,
+    read_index,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +53,7 @@ class ImageRef:
     Args:
         path: its folder.
         digest: of image, index and assets together.
-        bytes: length of the image.
+        bytes: length of the image, however it is stored.
         store: that it is in, when that is not the agent's own (see `published`).
     """
 
@@ -57,8 +65,13 @@ class ImageRef:
 
     @property
     def image(self) -> Path:
-        """The packed file."""
-        return self.path / IMAGE_FILE
+        """The file that it is stored in."""
+        return self.path / self.index.stored_file
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of that file, which is less than the image's when it is packed."""
+        return self.index.stored_bytes
 
     @property
     def assets(self) -> Path:
@@ -99,6 +112,11 @@ class Staging:
 
     def __fspath__(self) -> str:
         return str(self.path)
+
+    @property
+    def packed(self) -> bool:
+        """Whether what was written is the packed form of an image."""
+        return os.path.lexists(self.path / PACKED_FILE)
 
     def close(self) -> None:
         """Remove what is left of it."""
@@ -333,8 +351,8 @@ def verify(ref: ImageRef, *, stop: threading.Event | None = None) -> None:
     buffer = memoryview(bytearray(_VERIFY_CHUNK_BYTES))
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nobody waits at a pipe
     with open(os.open(ref.image, flags), "rb", buffering=0) as file:
-        for number, expected in enumerate(ref.index.frames):
-            left_bytes = min(ref.index.frame_bytes, ref.bytes - number * ref.index.frame_bytes)
+        for number, expected in enumerate(ref.index.stored_frames):
+            left_bytes = min(ref.index.frame_bytes, ref.index.stored_bytes - number * ref.index.frame_bytes)
             digest = hashlib.sha256()
             while left_bytes and not (stop and stop.is_set()):
                 read_bytes = file.readinto(buffer[: min(left_bytes, len(buffer))])
@@ -365,7 +383,8 @@ def verify(ref: ImageRef, *, stop: threading.Event | None = None) -> None:
 
 def _take_over(folder: Path) -> None:
     """Make a folder that a sandboxed publisher wrote the agent's own: plain files, one name each, read-only."""
-    expected = {IMAGE_FILE, INDEX_FILE, ASSETS_FOLDER}
+    image = PACKED_FILE if os.path.lexists(folder / PACKED_FILE) else IMAGE_FILE
+    expected = {image, INDEX_FILE, ASSETS_FOLDER}
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if place == str(folder) and name not in expected:

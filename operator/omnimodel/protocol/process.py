@@ -46,6 +46,9 @@ class Publish:
 
     The process then ends. `source` and `output` are folders as the process sees them: `source` read-only, `output`
     its only writable place. Values of the reply: `weightsBytes`, `tensors`, `seconds`.
+
+    Args:
+        packed_frame_bytes: pack the image for frames of that size, if it is worth it; 0: store it as it is.
     """
 
     spec: dict[str, Any]
@@ -53,6 +56,7 @@ class Publish:
     output: str
     dtype: str
     threads: int
+    packed_frame_bytes: int = 0
     op: Literal["publish"] = "publish"
 
 

@@ -11,11 +11,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from omnimodel.cli.bench.gpu_bench import GIBI, GIGA, MEBI, Bench, Model, Process
-from omnimodel.memory.codec_file import PACKED_FILE, pack
+from omnimodel.memory.codec_file import pack
 from omnimodel.memory.devices.cuda import CudaDevice, CudaWindow
 from omnimodel.memory.devices.cuda_checkpoint import park, unpark
 from omnimodel.memory.devices.cuda_copy import Staged
 from omnimodel.memory.devices.cuda_driver import call, driver
+from omnimodel.memory.index import PACKED_FILE
 
 PROMPT_TOKENS = 512
 ROUNDS = 5

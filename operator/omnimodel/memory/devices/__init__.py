@@ -64,6 +64,7 @@ class Device(Protocol):
         on_host: whether its memory is the machine's, so that what a process holds in private counts on it.
         pinned_bytes: host memory that it has taken for images, and nobody else can have; 0 when it takes none.
         page_bytes: what an image takes of it is a multiple of this.
+        stream_bytes: what an image takes of it that is read while it is copied; 0 where images must be there whole.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Device(Protocol):
     on_host: bool
     pinned_bytes: int
     page_bytes: int
+    stream_bytes: int
 
     def create(self, count: int) -> list[Frame]:
         """Create frames. Raises LedgerError when the device has no room; then none was created."""
@@ -88,11 +90,20 @@ class Device(Protocol):
     def destroy(self, frames: Sequence[Frame]) -> None:
         """Give frames back to the device for good."""
 
-    def stage(self, path: str, image_bytes: int) -> Any:
-        """Bring an image file into the arena (mapped, or read into pinned memory): a handle for `copy`."""
+    def stage(self, path: str, image_bytes: int, *, whole: bool = True) -> Any:
+        """Bring an image file into the arena (mapped, or read into pinned memory): a handle for `copy`.
+
+        Args:
+            path: of the file.
+            image_bytes: of the image.
+            whole: False: only make room for parts of it; each copy reads the file. One copy at a time.
+        """
 
     def unstage(self, staged: Any) -> None:
         """Take an image out of the arena."""
+
+    def decodes(self) -> bool:
+        """Whether images may be packed, see `codec_file`. It may take its time at the first call."""
 
     def fence(self) -> Fence | None:
         """What tells one process how far copies into its frames are; None: it maps frames when the copy is over."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnimodel.errors import ImageError, LedgerError, OmniError
-from omnimodel.memory.codec_file import PACKED_FILE, read_index
+from omnimodel.memory.codec_file import read_index
 from omnimodel.memory.devices import Frame
 from omnimodel.memory.devices.available import available_bytes
 from omnimodel.memory.devices.cuda_arena import PAGE_BYTES, Arena
-from omnimodel.memory.devices.cuda_copy import Staged, Step, plan
+from omnimodel.memory.devices.cuda_copy import Staged, Step, plan, slot_bytes
 from omnimodel.memory.devices.cuda_driver import (
     Context,
     access,
@@ -35,26 +36,30 @@ from omnimodel.memory.devices.cuda_driver import (
     driver,
     near_cpus,
     ordinal_of,
-    ready,
 )
-from omnimodel.memory.devices.cuda_fence import Fence, arrived
+from omnimodel.memory.devices.cuda_fence import Fence
+from omnimodel.memory.devices.cuda_transfer import CudaCopy, StreamedCopy
 from omnimodel.memory.devices.cuda_unpack import TritonDecoder, Unpacker
 from omnimodel.memory.devices.cuda_window import CudaWindow
+from omnimodel.memory.index import PACKED_FILE
+from omnimodel.memory.packing import can_pack
 
 __all__ = ["FRAME_BYTES", "CudaCopy", "CudaDevice", "CudaWindow", "available"]
 
 log = logging.getLogger(__name__)
 
+_SLOTS = 4  # of an image that is read on the way: the disk fills one while others are copied and decoded
+
 FRAME_BYTES = 64 << 20  # Source: docs/gpu.md, "Frame size"
-_POLL_SECONDS = 0.0002
 
 
-def _file_bytes(path: str, image_bytes: int) -> int:
+def _file_bytes(path: str, image_bytes: int | None) -> int:
+    """Length of an image's file; None: it is not known what it should be."""
     try:
         found = os.stat(path).st_size
     except OSError as error:
         raise ImageError(path, f"cannot be opened: {error.strerror}") from error
-    if found != image_bytes:
+    if image_bytes is not None and found != image_bytes:
         raise ImageError(path, f"has {found} bytes, its index says {image_bytes}", "publish the model again")
     return found
 
@@ -72,64 +77,6 @@ class FrameMemory:
     allocation: Any
     place: int
     address: int
-
-
-class CudaCopy:
-    """A copy under way in the device's streams.
-
-    Args:
-        device: that copies.
-        staged: what it copies.
-        frames: how many it fills.
-        bases: where the device's own fence and the process's fence begin to count.
-        events: recorded at its beginning and its end.
-    """
-
-    def __init__(
-        self, device: CudaDevice, staged: Staged, frames: int, bases: tuple[int, int], events: tuple[Any, Any]
-    ) -> None:
-        self._device, self._staged, self._frames = device, staged, frames
-        self._base, self.fence_base = bases
-        self._began, self._ended = events
-        self._seconds: float | None = None
-        self._waiting = threading.Lock()
-
-    def reads(self, staged: Staged | None = None) -> bool:
-        """Whether it has not been seen to end, and reads from there."""
-        return self._seconds is None and staged in (None, self._staged)
-
-    def wait(self, timeout_seconds: float | None = None) -> float:
-        """Wait for its end; seconds that the copy took on the device.
-
-        Raises:
-            ImageError: the device could not copy it.
-            TimeoutError: it is not done in time.
-        """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        with self._waiting:
-            if self._seconds is not None:
-                return self._seconds
-            self._device.context.enter()
-            try:
-                while not ready(self._ended):
-                    if deadline is not None and time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._staged.path}: not copied after {timeout_seconds} s")
-                    time.sleep(_POLL_SECONDS)
-                self._seconds = float(call("cuEventElapsedTime", self._began, self._ended)) / 1e3
-            except OmniError as error:
-                raise ImageError(
-                    self._staged.path, f"was not copied to {self._device.name}: {error.problem}", error.cure
-                ) from error
-            for event in (self._began, self._ended):
-                call("cuEventDestroy", event)
-        return self._seconds
-
-    def done_bytes(self) -> int:
-        """Bytes that have arrived so far, from the start of the image on."""
-        if self._seconds is not None:
-            return self._staged.image_bytes
-        frames = arrived(self._device.progress.page.value(), self._base, self._frames)
-        return min(frames * self._device.frame_bytes, self._staged.image_bytes)
 
 
 class CudaDevice:
@@ -170,6 +117,8 @@ class CudaDevice:
         pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
         self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
         self.pinned_bytes = self.arena.capacity_bytes
+        self._slot_bytes = slot_bytes(frame_bytes)
+        self.stream_bytes = min(_SLOTS, self.pinned_bytes // self._slot_bytes) * self._slot_bytes
 
     def create(self, count: int) -> list[Frame]:
         """Create frames.
@@ -233,12 +182,13 @@ class CudaDevice:
                 os.close(frame.descriptor)
                 self._vacant.append(frame.handle.place)
 
-    def stage(self, path: str, image_bytes: int) -> Staged:
+    def stage(self, path: str, image_bytes: int, *, whole: bool = True) -> Staged:
         """Read an image, or the packed form of one, into the arena.
 
         Args:
             path: of the file; one named `image.packed` is decoded on its way into frames.
             image_bytes: of the image itself.
+            whole: False: take room for parts of it, `stream_bytes`, and read them while it is copied.
 
         Raises:
             LedgerError: the arena has no room; take an image out of it first.
@@ -250,7 +200,10 @@ class CudaDevice:
                 found = f"{packed.image_bytes} bytes in frames of {packed.frame_bytes}"
                 raise ImageError(path, f"was packed for an image of {found}", "pack it again")
             self._prepare_unpacker()
-        stored = packed.body_bytes if packed else _file_bytes(path, image_bytes)
+        stored = _file_bytes(path, None if packed else image_bytes)
+        if not whole:
+            slots = tuple(self.arena.take(self.stream_bytes))
+            return Staged(path, image_bytes, self.stream_bytes, slots, packed, self._slot_bytes)
         extents = self.arena.take(stored)
         began = time.perf_counter()
         try:
@@ -263,11 +216,22 @@ class CudaDevice:
         return Staged(path, image_bytes, stored, tuple(extents), packed)
 
     def unstage(self, staged: Staged) -> None:
-        """Take an image out of the arena; a copy of it that is under way ends first."""
-        if any(copy.reads(staged) for copy in self._copies):
+        """Take an image out of the arena; a copy of it that is under way ends first, or is broken off."""
+        if reading := [copy for copy in self._copies if copy.reads(staged)]:
+            for copy in reading:
+                copy.break_off()
             self.context.enter()
             call("cuStreamSynchronize", self._finish)
         self.arena.give(staged.extents)
+
+    def decodes(self) -> bool:
+        """Whether images may be packed: frames have a size to pack for, and the decoder could be made."""
+        try:
+            if can_pack(self.frame_bytes):
+                self._prepare_unpacker()
+        except (OmniError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            log.warning("no_decoder device=%s error=%r", self.name, error)  # Triton, or the compiler that it calls
+        return self._unpacker is not None
 
     def fence(self) -> Fence:
         """A fence for one model process: pass it to `copy`, and its descriptor to the process."""
@@ -288,18 +252,43 @@ class CudaDevice:
         steps = plan(staged, self.frame_bytes, len(frames), valid)
         self.context.enter()
         with self._lock:
-            fences = [(f, f.begin(len(frames))) for f in (self.progress, fence) if f is not None]
-            began, ended = self._event(timed=True), self._event(timed=True)
-            call("cuEventRecord", began, self._line)
-            for step in steps:
-                self._enqueue(step, frames[step.frame].handle.address)
-                for each, base in fences:
-                    each.page.write(self._finish, base + step.frame + 1)
-            call("cuEventRecord", ended, self._finish)
-            bases = [base for _, base in fences]
-            copy = CudaCopy(self, staged, len(frames), (bases[0], bases[-1]), (began, ended))
+            if staged.slots and any(copy.reads(staged) for copy in self._copies):
+                raise LedgerError(f"device {self.name}", f"{staged.path} is being copied already")
+            events = self._event(timed=True), self._event(timed=True)
+            call("cuEventRecord", events[0], self._line)
+            copy: CudaCopy
+            if staged.slots:
+                emptied = [self._event() for _ in range(staged.slots)]
+                copy = StreamedCopy(self, staged, steps, frames, fence=fence, events=events, emptied=emptied)
+                copy.start()
+            else:
+                fences = [(f, f.begin(len(frames))) for f in (self.progress, fence) if f is not None]
+                for step in steps:
+                    self.push(step, frames[step.frame], fences)
+                self.end(events[1])
+                copy = CudaCopy(self, staged, len(frames), (fences[0][1], fences[-1][1]), events)
             self._copies = [*(one for one in self._copies if one.reads()), copy]
         return copy
+
+    def push(self, step: Step, frame: Frame, fences: Sequence[tuple[Fence, int]], emptied: Any | None = None) -> None:
+        """Queue one step of a copy.
+
+        Args:
+            step: what comes from memory that holds it now.
+            frame: that it fills.
+            fences: to advance afterwards, and where each began to count.
+            emptied: event that says when the step's memory is not read any more.
+        """
+        with self._lock:
+            self._enqueue(step, frame.handle.address)
+            for each, base in fences:
+                each.page.write(self._finish, base + step.frame + 1)
+            if emptied is not None:
+                call("cuEventRecord", emptied, self._finish)
+
+    def end(self, event: Any) -> None:
+        """Have an event recorded behind all that was pushed."""
+        call("cuEventRecord", event, self._finish)
 
     def _enqueue(self, step: Step, address: int) -> None:
         unpacker = self._unpacker if step.blocks else None
@@ -332,6 +321,8 @@ class CudaDevice:
     def close(self) -> None:
         """Destroy everything."""
         self.context.enter()
+        for copy in self._copies:
+            copy.break_off()
         with contextlib.suppress(OmniError):
             call("cuStreamSynchronize", self._finish)
         self.destroy(list(self._frames.values()))

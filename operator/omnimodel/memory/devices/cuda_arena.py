@@ -235,16 +235,21 @@ class Arena:
             self._changed.notify_all()
         log.debug("arena bytes=%d of=%d", self.made_bytes, self.capacity_bytes)
 
-    def read(self, path: str, extents: Sequence[Extent], size_bytes: int) -> bool:
+    def read(self, path: str, extents: Sequence[Extent], size_bytes: int, offset: int = 0) -> bool:
         """Read a file into extents, past the page cache where the file system can; whether it could.
+
+        Args:
+            path: of the file.
+            extents: at least as large as what is read.
+            size_bytes, offset: what of it; the offset is a multiple of 4096.
 
         Raises:
             ImageError: the file is shorter than the image, or cannot be read.
         """
         cuts: list[tuple[int, Piece]] = []
-        for offset in range(0, size_bytes, READ_BYTES):
-            start = offset
-            for piece in pieces(extents, offset, min(READ_BYTES, size_bytes - offset)):
+        for begin in range(0, size_bytes, READ_BYTES):
+            start = offset + begin
+            for piece in pieces(extents, begin, min(READ_BYTES, size_bytes - begin)):
                 cuts.append((start, piece))
                 start += piece.size_bytes
         try:

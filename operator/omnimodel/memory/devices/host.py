@@ -113,6 +113,7 @@ class HostDevice:
     on_host = True
     pinned_bytes = 0  # images lie in the page cache
     page_bytes = 1
+    stream_bytes = 0
 
     def __init__(self, frame_bytes: int, *, threads: int = 0) -> None:
         if frame_bytes <= 0 or frame_bytes % pages.HUGE_PAGE_BYTES:
@@ -223,12 +224,13 @@ class HostDevice:
             pages.release(frame.handle.address, self.frame_bytes)
             os.close(frame.descriptor)
 
-    def stage(self, path: str, image_bytes: int) -> HostStaged:
-        """Map an image file and read it into the page cache.
+    def stage(self, path: str, image_bytes: int, *, whole: bool = True) -> HostStaged:
+        """Map an image file and read it into the page cache, all of it.
 
         Raises:
             ImageError: the file is not there, has another length, or cannot be read.
         """
+        assert whole
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -270,6 +272,10 @@ class HostDevice:
         with self._lock:
             staged.copies -= 1
         self._unmap_unused(staged)
+
+    def decodes(self) -> bool:
+        """No: frames of host memory are filled from images that are stored as they are."""
+        return False
 
     def fence(self) -> None:
         """None: a process maps frames when they are filled."""

@@ -18,6 +18,7 @@ import torch
 from omnimodel.errors import ImageError, OmniError, Reason
 from omnimodel.memory.devices import open_window
 from omnimodel.memory.image import ASSETS_FOLDER, Index, read_index
+from omnimodel.memory.packing import pack_folder
 from omnimodel.runtime import publishing, signature, tasks
 from omnimodel.runtime.binding import bind
 from omnimodel.runtime.engines import TEXT_GENERATION, Setting, name_of, subject_of
@@ -291,6 +292,9 @@ def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> 
         metadata=metadata,
         progress=progress,
     )
+    if command.packed_frame_bytes:
+        progress("packing", 0, 0)
+        index = pack_folder(output, command.packed_frame_bytes, threads=max(1, command.threads))
     return {
         "weightsBytes": index.weights_bytes,
         "tensors": len(index.tensors),
