@@ -97,3 +97,19 @@ def test_one_system_writes_a_store_at_a_time(tmp_path: Path) -> None:
         done = omni(tmp_path, "publish", str(tmp_path / "catalog"), "--store", str(tmp_path / "store"))
     assert done.returncode == 1
     assert "is written by another system" in done.stderr
+
+
+def test_a_pool_of_gpus_is_published_for_where_there_is_none(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    catalog, store = tmp_path / "catalog", tmp_path / "store"
+    catalog.mkdir()
+    write_weights(tmp_path / "weights.safetensors")
+    write_linear(catalog, "one", tmp_path / "weights.safetensors")
+    manifest = catalog / "one.yaml"
+    manifest.write_text(manifest.read_text().replace("    dtype: float32\n", ""))
+    (catalog / "pool.yaml").write_text(POOL.replace("type: cpu", "type: cuda"))
+    done = omni(tmp_path, "publish", str(catalog), "--store", str(store), "-o", "json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["models"]
+    assert found["dtype"] == "bfloat16"
+    assert (store / "store" / "images" / found["digest"] / "image").exists()  # too small to be packed

@@ -17,6 +17,7 @@ HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a fram
 AUTO_DEVICE_SHARE = 0.5  # of the memory that is available when the pool is first served
 AUTO_HOST_SHARE = 0.5
 AUTO_CUDA_SHARE = 0.8  # of a GPU; each process has a context of about half a GiB beside the budget
+CUDA_DTYPE = "bfloat16"  # what dtype `auto` is there
 ARENA_SHARE = 0.75  # of hostMemory that is pinned for images; processes and zygotes have the rest
 
 
@@ -80,14 +81,35 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     else:
         from omnimodel.memory.devices.cuda import FRAME_BYTES
 
-        frame_bytes, whole_bytes, auto_dtype = FRAME_BYTES, device_bytes(device), "bfloat16"
+        frame_bytes, whole_bytes, auto_dtype = FRAME_BYTES, device_bytes(device), CUDA_DTYPE
         arena_bytes = int(host_bytes * ARENA_SHARE)
         auto_bytes = int(whole_bytes * AUTO_CUDA_SHARE)
     if wish.frame_size is not None:
         frame_bytes = parse_bytes(wish.frame_size)
     budget_bytes = _bytes(wish.memory, whole_bytes, auto_bytes) // frame_bytes * frame_bytes
-    cores = len(os.sched_getaffinity(0))
-    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, max(1, cores // 2), auto_dtype)
+    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, auto_threads(), auto_dtype)
+
+
+def auto_threads() -> int:
+    """Threads of one forward pass, where a manifest leaves it open."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def forms_elsewhere(pool: OmniPool, auto_dtype: str = "") -> Forms:
+    """In which forms images are published for a pool that may be on another machine, by what its document says.
+
+    Args:
+        pool: that will serve them.
+        auto_dtype: that `auto` stands for there; empty for the pool's own, or what suits this machine.
+    """
+    if pool.spec.device.type != "cuda":
+        return Forms(auto_dtype)
+    from omnimodel.memory.devices.cuda import FRAME_BYTES
+    from omnimodel.memory.packing import can_pack
+
+    wish = pool.spec.device.frame_size
+    frame_bytes = FRAME_BYTES if wish is None else parse_bytes(wish)
+    return Forms(auto_dtype or CUDA_DTYPE, frame_bytes if can_pack(frame_bytes) else 0)
 
 
 def _device(pool: OmniPool) -> str:

@@ -15,6 +15,7 @@ from omnimodel.cli import output
 from omnimodel.cli.exits import ExitCode
 
 if TYPE_CHECKING:
+    from omnimodel.agent.forms import Forms
     from omnimodel.agent.preparation import Preparation
     from omnimodel.api import OmniProcess
     from omnimodel.catalog import Catalog
@@ -89,13 +90,12 @@ def command(context: click.Context, folder: Path, store: Path, pool: str, dtype:
 
 
 async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, dtype: str) -> list[Published]:
-    from omnimodel.agent.forms import Forms
     from omnimodel.agent.kept import KeptLock
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.origins import write_files
     from omnimodel.agent.preparation import Preparation
     from omnimodel.agent.spawner import Spawner
-    from omnimodel.agent.supply import supply
+    from omnimodel.agent.supply import HOST_FRAME_BYTES, auto_threads, forms_elsewhere
     from omnimodel.errors import Reason
     from omnimodel.render import files_of_sources
 
@@ -110,20 +110,17 @@ async def _publish(catalog: Catalog, desired: Desired, run: Path, store: Path, d
         write_files(layout.origins, files_of_sources(pool, catalog.config(pool.metadata.namespace)))
         spawner = await Spawner.open(layout.root)
         try:
-            machine = supply(pool)
-            preparation = Preparation(
-                layout, spawner, machine.device, machine.frame_bytes, machine.threads, forms=lambda: Forms(dtype)
-            )
+            forms = forms_elsewhere(pool, dtype)
+            preparation = Preparation(layout, spawner, "host", HOST_FRAME_BYTES, auto_threads(), forms=lambda: forms)
             preparation.origins.follow(pool.spec.sources)
-            found += [await _one(preparation, process, catalog, dtype) for process in desired.processes]
+            found += [await _one(preparation, process, catalog, forms) for process in desired.processes]
         finally:
             await spawner.close()
     return sorted(found, key=lambda item: item.model)
 
 
-async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog, dtype: str) -> Published:
+async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog, forms: Forms) -> Published:
     """Publish one model; what fails is said, and keeps no other from being published."""
-    from omnimodel.agent.forms import Forms
     from omnimodel.agent.preparation import FOREIGN_ENGINES
     from omnimodel.errors import OmniError
     from omnimodel.render import fill_secrets
@@ -155,5 +152,4 @@ async def _one(preparation: Preparation, process: OmniProcess, catalog: Catalog,
     image = prepared.image
     if image is None:
         return Published(process.key, source=source, environment=environment)
-    dtype = Forms(dtype).dtype(spec)
-    return Published(process.key, dtype, image.digest, image.bytes, environment, source)
+    return Published(process.key, forms.dtype(spec), image.digest, image.bytes, environment, source)
