@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import pytest
 import pytest_asyncio
 
@@ -16,22 +14,20 @@ from agent.test_quantized import LAYERS, WIDE, layers, manifest  # noqa: F401
 from agent.world import MIB, World
 from gpu.test_agent import gpu, pool  # noqa: F401
 from omnimodel.agent import supply
-from omnimodel.agent.agent import Agent
-from omnimodel.memory.devices import cuda
 from omnimodel.memory.devices.cuda_copy import slot_bytes
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
-FRAME = 4 * MIB
+FRAME, PAGE = 4 * MIB, 2 * MIB
 HOST_BYTES = 2048 * MIB
 ARENA_BYTES = 32 * MIB
 WORKING_MIB = 16
 
 
-def pinned(bytes_: int, bytes_each: int = 2 * MIB) -> int:
-    """What so many bytes take of the arena."""
-    return -(-bytes_ // bytes_each) * bytes_each
+def whole(size_bytes: int, unit_bytes: int) -> int:
+    """So many bytes in whole pages or frames."""
+    return -(-size_bytes // unit_bytes) * unit_bytes
 
 
 def weights(world: World, name: str, *, seed: int, dtype: str = "bfloat16", mib: int = 24) -> tuple[dict, float]:
@@ -45,32 +41,16 @@ def weights(world: World, name: str, *, seed: int, dtype: str = "bfloat16", mib:
     return found, answer
 
 
-@asynccontextmanager
-async def agent(folder, name: str, **spec):
-    """An agent with a state directory of its own, and an arena of 32 MiB."""
-    world = World(folder)
-    world.agent = Agent(folder / name)
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def running(gpu, tmp_path_factory):  # noqa: F811
+    """An agent with an arena of 32 MiB."""
+    world = World(tmp_path_factory.mktemp("images"))
     world.pool = pool(memory=72 * MIB)
-    world.pool = world.pool.model_copy(update={"spec": world.pool.spec.model_validate(
-        {**world.pool.spec.to_dict(), **spec})})  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supply, "ARENA_SHARE", ARENA_BYTES / HOST_BYTES)
         await world.agent.start()
-        try:
-            yield world
-        finally:
-            await world.agent.stop(5.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("images")
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def running(gpu, folder):  # noqa: F811
-    async with agent(folder, "state") as world:
         yield world
+        await world.agent.stop(5.0)
     assert gpu.left() == {}
 
 
@@ -109,7 +89,9 @@ async def test_models_are_packed_and_answer_the_same_before_and_after_every_swap
     held = [image for image in images.values() if arena.holds(image.digest)]
     assert len(held) == 3  # unpacked, only two would have room
     assert (
-        arena.held_bytes == sum(pinned(image.stored_bytes) for image in held) == world.agent.report().pool.arena_bytes
+        arena.held_bytes
+        == sum(whole(image.stored_bytes, PAGE) for image in held)
+        == world.agent.report().pool.arena_bytes
     )
     stored = {image.digest: image.size_bytes for image in world.agent._opened.preparation.store.stored()}
     assert all(stored[image.digest] < 0.8 * image.bytes for image in images.values())
@@ -147,9 +129,11 @@ async def test_an_image_larger_than_the_arena_is_read_on_the_way_again_and_again
         gpu.after = lambda _: None
         assert await world.ask("a") == said
         assert not arena.holds(image.digest)
-        assert arena.held_bytes == pinned(world.instance("a").prepared.image.stored_bytes)
+        assert arena.held_bytes == whole(world.instance("a").prepared.image.stored_bytes, PAGE)
         check(world)
-    assert max(most) == 4 * slot_bytes(FRAME) + pinned(world.instance("a").prepared.image.stored_bytes) <= ARENA_BYTES
+    assert (
+        max(most) == 4 * slot_bytes(FRAME) + whole(world.instance("a").prepared.image.stored_bytes, PAGE) <= ARENA_BYTES
+    )
     assert world.instance("large").wakes >= 3
 
 
@@ -167,27 +151,5 @@ async def test_a_quantized_image_is_stored_woken_and_accounted_for(world, layers
         await world.agent.evict("default", "small", 60)
         world.broker.memory.frames.forget(world.instance("small").prepared.image.digest)
         assert await world.ask("small") == said
-        assert world.ledger.device.held_bytes("default/small", Kind.FRAMES) == pinned(report.weights_bytes, FRAME)
+        assert world.ledger.device.held_bytes("default/small", Kind.FRAMES) == whole(report.weights_bytes, FRAME)
         check(world)
-
-
-def no_compiler(_context):
-    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-
-async def test_an_agent_that_cannot_decode_publishes_as_it_is_and_one_that_can_wakes_that(gpu, folder, monkeypatch):  # noqa: F811
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda, "TritonDecoder", no_compiler)
-        async with agent(folder, "undecoding") as world:
-            found, answer = weights(world, "a", seed=1)
-            await world.apply(found)
-            assert await world.ask("a") == answer
-            raw = world.instance("a").prepared.image
-            assert raw.index.packed is None
-    published = {"published": [{"name": "catalogue", "path": str(folder / "undecoding")}]}
-    async with agent(folder, "reading", store=published) as world:  # the store has the raw form only
-        await world.apply(found)
-        assert await world.ask("a") == answer
-        assert (world.report("a").store, world.instance("a").prepared.image.digest) == ("catalogue", raw.digest)
-        assert world.agent._opened.preparation.store.stored() == []
-    assert gpu.left() == {}

@@ -91,6 +91,23 @@ def test_a_packed_image_arrives_as_it_was_and_takes_less_of_the_arena(backend, t
     backend.device.unstage(staged)
 
 
+def test_what_cannot_be_decoded_is_not_packed_for(driver, monkeypatch):
+    device = CudaDevice("cuda:0", FRAME, arena_bytes=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "TritonDecoder", no_compiler)
+        assert not device.decodes()
+    assert device.decodes()
+    device.close()
+    odd = CudaDevice("cuda:0", 3 * FRAME, arena_bytes=0)
+    assert not odd.decodes()
+    odd.close()
+    assert driver.left() == {}
+
+
+def no_compiler(_context):
+    raise RuntimeError("Failed to find C compiler")
+
+
 def test_a_packed_image_for_other_frames_is_refused(backend, tmp_path):
     path, _ = packed_image(tmp_path, 3 * FRAME)
     with pytest.raises(ImageError, match="pack it again"):

@@ -52,6 +52,11 @@ def test_a_packed_image_takes_less_and_holds_the_same_bytes(tmp_path, store):
     body = write(tmp_path / "raw")
     raw = read_index(tmp_path / "raw")
     ref = publish(store, "key")
+    done: list[tuple[int, int]] = []
+    assert pack_folder(tmp_path / "raw", FRAME, progress=lambda *said: done.append(said)) == ref.index
+    assert done == sorted(done)
+    assert len(done) > 3
+    assert done[-1] == (ref.bytes, ref.bytes)
     assert (ref.bytes, ref.index.tensors, ref.index.frames) == (raw.bytes, raw.tensors, raw.frames)
     assert ref.digest != raw.digest
     assert ref.index.stored_bytes == ref.image.stat().st_size < 0.8 * len(body)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -113,7 +113,14 @@ def _worthy(source: Bytes, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
             yield tensor, ratio
 
 
-def pack(image: str, tensors: Sequence[Tensor], frame_bytes: int, output: str, threads: int = 1) -> PackedIndex:
+def pack(
+    image: str,
+    tensors: Sequence[Tensor],
+    frame_bytes: int,
+    output: str,
+    threads: int = 1,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> PackedIndex:
     """Write the packed form of an image.
 
     Args:
@@ -122,6 +129,7 @@ def pack(image: str, tensors: Sequence[Tensor], frame_bytes: int, output: str, t
         frame_bytes: of the devices that will hold it; a power of two, at least 64 KiB.
         output: path of the file to write; it must not exist.
         threads: how many blocks are coded at once; each takes about six times its size of memory.
+        progress: called with how many bytes of the image are done, of how many.
 
     Raises:
         OSError: no space.
@@ -140,6 +148,7 @@ def pack(image: str, tensors: Sequence[Tensor], frame_bytes: int, output: str, t
                 stream.write(bytes(padded - stored.size))
                 blocks.append(Block(offset, size, at, padded, layout))
                 at += padded
+            progress(blocks[-1].offset + blocks[-1].size_bytes, source.size)
         stream.write(bytes(-at % BLOCK_BYTES))
         index = PackedIndex(source.size, frame_bytes, at + -at % BLOCK_BYTES, tuple(blocks))
         stream.write(_trailer(index))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,12 @@ def can_pack(frame_bytes: int) -> bool:
     return frame_bytes >= SMALL_BYTES and not frame_bytes & (frame_bytes - 1)
 
 
-def pack_folder(folder: Path, frame_bytes: int, threads: int = 1) -> Index:
+def pack_folder(
+    folder: Path,
+    frame_bytes: int,
+    threads: int = 1,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Index:
     """Pack the image of a folder that nobody has published yet, for devices with frames of that size.
 
     Whether it is worth it is decided by what a sample of each tensor says: an image that would hardly get smaller
@@ -28,6 +34,7 @@ def pack_folder(folder: Path, frame_bytes: int, threads: int = 1) -> Index:
         folder: with an image and its index.
         frame_bytes: see `can_pack`.
         threads: how many parts are coded at once; each takes about six frames of memory.
+        progress: called with how many bytes of the image are done, of how many.
 
     Returns:
         The index of what is there now.
@@ -40,8 +47,9 @@ def pack_folder(folder: Path, frame_bytes: int, threads: int = 1) -> Index:
     if not index.bytes or expected_ratio(str(raw), index.tensors) > WORTH_RATIO:
         return index
     with disk_errors(str(folder)):
-        pack(str(raw), index.tensors, frame_bytes, str(packed), threads)
-        stored = Packed(packed.stat().st_size, frame_bytes, _digests(packed, index.frame_bytes))
+        pack(str(raw), index.tensors, frame_bytes, str(packed), threads, progress)
+        digests = _digests(packed, index.frame_bytes, lambda: progress(index.bytes, index.bytes))
+        stored = Packed(packed.stat().st_size, frame_bytes, digests)
         index = replace(index, packed=stored)
         index = replace(index, digest=digest_of(index))
         os.unlink(folder / INDEX_FILE)
@@ -50,6 +58,10 @@ def pack_folder(folder: Path, frame_bytes: int, threads: int = 1) -> Index:
     return index
 
 
-def _digests(path: Path, frame_bytes: int) -> tuple[str, ...]:
+def _digests(path: Path, frame_bytes: int, alive: Callable[[], None]) -> tuple[str, ...]:
+    digests = []
     with open(path, "rb") as file:
-        return tuple(hashlib.sha256(part).hexdigest() for part in iter(lambda: file.read(frame_bytes), b""))
+        while part := file.read(frame_bytes):
+            digests.append(hashlib.sha256(part).hexdigest())
+            alive()
+    return tuple(digests)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PACKING_THREADS = 8  # each takes some 400 MiB with the frames of a GPU
+
 _libc = ctypes.CDLL(None)
 
 
@@ -293,8 +295,8 @@ def publish_own(command: Publish, progress: Callable[[str, int, int], None]) -> 
         progress=progress,
     )
     if command.packed_frame_bytes:
-        progress("packing", 0, 0)
-        index = pack_folder(output, command.packed_frame_bytes, threads=max(1, command.threads))
+        threads = min(max(1, command.threads), _PACKING_THREADS)
+        index = pack_folder(output, command.packed_frame_bytes, threads, partial(progress, "packing"))
     return {
         "weightsBytes": index.weights_bytes,
         "tensors": len(index.tensors),
