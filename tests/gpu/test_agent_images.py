@@ -17,7 +17,7 @@ from omnimodel.agent import supply
 from omnimodel.memory.devices.cuda_copy import slot_bytes
 from omnimodel.memory.ledger import Kind
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 FRAME, PAGE = 4 * MIB, 2 * MIB
 HOST_BYTES = 2048 * MIB

@@ -42,7 +42,8 @@ def backend():
     device.close()
 
 
-def test_a_packed_image_is_decoded_by_the_kernel(backend, tmp_path):
+@pytest.mark.parametrize("whole", [True, False], ids=["in the arena", "read on the way"])
+def test_a_packed_image_is_decoded_by_the_kernel(backend, tmp_path, whole):
     size = 40 * FRAME + 8192
     body = weights(size - 4096, 1) + pattern(4096, 1)
     (tmp_path / "raw").write_bytes(body)
@@ -51,7 +52,8 @@ def test_a_packed_image_is_decoded_by_the_kernel(backend, tmp_path):
     held = backend.device.create(41)
     for frame in held:
         backend.fill(frame, 0xEE)
-    staged = backend.device.stage(str(path), size)
+    staged = backend.device.stage(str(path), size, whole=whole)
+    assert backend.device.decodes()
     for _turn in range(3):
         backend.device.copy(staged, held).wait(60)
         found = b"".join(read(frame) for frame in held)

@@ -92,16 +92,16 @@ def test_a_packed_image_arrives_as_it_was_and_takes_less_of_the_arena(backend, t
 
 
 def test_what_cannot_be_decoded_is_not_packed_for(driver, monkeypatch):
-    device = CudaDevice("cuda:0", FRAME, arena_bytes=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda, "TritonDecoder", no_compiler)
-        assert not device.decodes()
-    assert device.decodes()
-    device.close()
-    odd = CudaDevice("cuda:0", 3 * FRAME, arena_bytes=0)
-    assert not odd.decodes()
-    odd.close()
-    assert driver.left() == {}
+    for frame_bytes, decoder, decodes in (
+        (FRAME, cuda.TritonDecoder, True),
+        (FRAME, no_compiler, False),
+        (3 * FRAME, cuda.TritonDecoder, False),  # frames that nothing is packed for
+    ):
+        monkeypatch.setattr(cuda, "TritonDecoder", decoder)
+        device = CudaDevice("cuda:0", frame_bytes, arena_bytes=0)
+        assert [device.decodes(), device.decodes()] == [decodes, decodes]
+        device.close()
+        assert driver.left() == {}
 
 
 def no_compiler(_context):

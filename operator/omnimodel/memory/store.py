@@ -30,15 +30,8 @@ from typing import Self
 
 from omnimodel.errors import ImageError, OmniError, Reason
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_part
-from omnimodel.memory.image import (
-    ASSETS_FOLDER,
-    IMAGE_FILE,
-    INDEX_FILE,
-    PACKED_FILE,
-    Index,
-    hash_assets,
-    read_index,
-)
+from omnimodel.memory.image import INDEX_FILE, Index, hash_assets, read_index
+from omnimodel.memory.index import ASSETS_FOLDER, IMAGE_FILE, PACKED_FILE
 
 log = logging.getLogger(__name__)
 

@@ -114,6 +114,7 @@ class CudaDevice:
         self.progress = Fence(self.context)
         self._copies: list[CudaCopy] = []
         self._unpacker: Unpacker | None = None
+        self._decodes: bool | None = None  # None: nobody has asked yet
         pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
         self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
         self.pinned_bytes = self.arena.capacity_bytes
@@ -226,12 +227,15 @@ class CudaDevice:
 
     def decodes(self) -> bool:
         """Whether images may be packed: frames have a size to pack for, and the decoder could be made."""
-        try:
-            if can_pack(self.frame_bytes):
-                self._prepare_unpacker()
-        except (OmniError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-            log.warning("no_decoder device=%s error=%r", self.name, error)  # Triton, or the compiler that it calls
-        return self._unpacker is not None
+        with self._lock:
+            if self._decodes is None:
+                try:
+                    if can_pack(self.frame_bytes):
+                        self._prepare_unpacker()
+                except (OmniError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+                    log.warning("no_decoder device=%s error=%r", self.name, error)  # of Triton, or of its compiler
+                self._decodes = self._unpacker is not None
+            return self._decodes
 
     def fence(self) -> Fence:
         """A fence for one model process: pass it to `copy`, and its descriptor to the process."""

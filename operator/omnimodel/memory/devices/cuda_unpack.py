@@ -39,10 +39,12 @@ class TritonDecoder:
         context.enter()
         block, layout = encode(np.zeros(TILE, np.uint16))
         memory = int(call("cuMemAlloc", block.nbytes + 2 * TILE))
-        call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
-        self(memory, memory + block.nbytes, layout, 0)  # compiles it, before a model waits for it
-        context.synchronize()
-        call("cuMemFree", memory)
+        try:
+            call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
+            self(memory, memory + block.nbytes, layout, 0)  # compiles it, before a model waits for it
+            context.synchronize()
+        finally:
+            call("cuMemFree", memory)
 
     def __call__(self, block: int, target: int, layout: Layout, stream: int) -> None:
         """Decode the block at one address to another, in a stream."""
