@@ -84,7 +84,7 @@ async def test_the_host_account_bounds_the_arena_too(device, account, images):
 
 async def test_an_image_is_read_once_for_all_who_want_it(device, account, images, monkeypatch):
     calls, stage = [], device.stage
-    monkeypatch.setattr(device, "stage", lambda *arguments: calls.append(1) or stage(*arguments))
+    monkeypatch.setattr(device, "stage", lambda *asked, **how: calls.append(1) or stage(*asked, **how))
     arena = Arena(device, account)
     await asyncio.gather(*(arena.stage(images["a"], worth_of(images)) for _ in range(10)))
     assert len(calls) == 1
@@ -94,10 +94,10 @@ async def test_an_image_is_read_once_for_all_who_want_it(device, account, images
 async def test_a_cancelled_reader_leaves_the_account_exact(device, account, images, monkeypatch):
     go, began, stage = threading.Event(), threading.Event(), device.stage
 
-    def slow(*arguments):
+    def slow(*asked, **how):
         began.set()
         assert go.wait(30)
-        return stage(*arguments)
+        return stage(*asked, **how)
 
     monkeypatch.setattr(device, "stage", slow)
     arena = Arena(device, account)
