@@ -159,7 +159,7 @@ async def test_a_server_that_cannot_start_is_named(new_child, command, said):
 async def test_an_empty_command_and_an_unknown_engine_are_refused(new_child):
     for found, said in (
         (spec(engine="command", command=[]), "runtime.command is empty"),
-        (spec(engine="vllm"), "'vllm'"),
+        (spec(engine="ollama"), "'ollama'"),
     ):
         with pytest.raises(CommandFailed, match=said):
             await new_child().command(Start(found, "", 0, 16 << 20, "host", 1))

@@ -75,7 +75,8 @@ class Build:
 class Wake:
     """Map these frames, in order, over the model's address range. Descriptors: one read-only descriptor a frame.
 
-    For a foreign engine there are no frames: start or resume the engine. Values: `mapSeconds`.
+    For a foreign engine there are no frames: start its server, or wake one that sleeps. Values: `mapSeconds`;
+    `restarted`, why a server that slept had to be started anew.
 
     Args:
         frames: their ids.
@@ -91,13 +92,18 @@ class Wake:
 class Evict:
     """Fence, unmap, close the descriptors, then answer. Values: `frozen` (requests that will go on after a wake).
 
+    For a foreign engine: stop its server, or with `sleep` have it let go of the device. Values: `asleep`, whether it
+    says that it did; else it is stopped.
+
     Args:
         freeze: requests in flight stop between two tokens and go on after the next wake; otherwise there are none.
         trim: give working memory back to the system as well.
+        sleep: a server that can sleep is not stopped.
     """
 
     freeze: bool = False
     trim: bool = True
+    sleep: bool = False
     op: Literal["evict"] = "evict"
 
 
@@ -128,6 +134,8 @@ class Settle:
 
     op: Literal["settle"] = "settle"
 
+
+SLEEP_SECONDS = 60.0  # that a server has for falling asleep, and for waking up
 
 _MESSAGE_CHARACTERS, _DETAIL_CHARACTERS = 2000, 8000  # of a failure: a packet holds 160 KiB, a character up to 12 bytes
 
@@ -251,6 +259,8 @@ _VALUES: dict[str, type[Any]] = {
     "inFlight": int,
     "abandoned": bool,
     "tier": str,
+    "asleep": bool,
+    "restarted": str,
 }
 
 

@@ -39,6 +39,7 @@ from omnimodel.runtime import engines
 from omnimodel.runtime.allocator import bound_retention
 from omnimodel.runtime.application import BACKLOG, Traffic, application
 from omnimodel.runtime.engines.foreign import ForeignEngine
+from omnimodel.runtime.engines.sleeping import SleepingEngine
 from omnimodel.runtime.handlers import detail_of
 
 if TYPE_CHECKING:
@@ -214,6 +215,10 @@ class _Process:
             return values
         assert isinstance(command, Evict)
         traffic.resident = False
+        if command.sleep and isinstance(engine, SleepingEngine):
+            asleep = engine.sleep()
+            self._tier = "warm"
+            return {"frozen": 0, "asleep": asleep}
         frozen = engine.evict(trim=command.trim)
         self._tier = "warm"
         return {"frozen": frozen}

@@ -116,6 +116,14 @@ def create(setting: Setting, ended: Callable[[int], None]) -> Engine:
         from omnimodel.runtime.engines import llamacpp
 
         return llamacpp.create(setting, ended)
+    if name == "vllm":
+        from omnimodel.runtime.engines import vllm
+
+        return vllm.create(setting, ended)
+    if name == "sglang":
+        from omnimodel.runtime.engines import sglang
+
+        return sglang.create(setting, ended)
     if name == "command":
         from omnimodel.runtime.engines import command
 
@@ -140,6 +148,6 @@ def _unknown(spec: Mapping[str, Any]) -> OmniError:
     return OmniError(
         subject_of(spec),
         f"the runtime has no engine {spec.get('engine')!r} here",
-        "use transformers, python, llamacpp or command",
+        "use transformers, python, llamacpp, vllm, sglang or command",
         reason=Reason.HANDLER_FAILED,
     )

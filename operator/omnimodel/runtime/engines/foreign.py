@@ -39,6 +39,7 @@ _LOAD_SECONDS = 300.0
 _TERMINATE_SECONDS = 10.0
 _TERMINATE_AT_MOST_SECONDS = 20.0
 _POLL_SECONDS = (0.02, 0.25)
+_REAP_SECONDS = 2.0
 _CHUNK_BYTES = 256 << 10
 _LINGER_SECONDS = 2.0
 _HEAD_END = b"\r\n\r\n"
@@ -56,9 +57,10 @@ class ForeignEngine:
         argv: the command line, made for an address to listen on.
         health_path: what answers 2xx when the server is ready; empty when accepting a connection is enough.
         ended: called with the exit status when the server ends without being told to.
-        check: called with path and body of a request, raises RequestError for what the server would pass over, and
-            says how the client wants an answer that the server gives otherwise; None for a server that answers for
-            itself.
+        check: called with path and body of a request, raises RequestError for what the server would pass over or must
+            not be asked, and says how the client wants an answer that the server gives otherwise; None for a server
+            that answers for itself.
+        env: variables of the server, beside those of this process.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class ForeignEngine:
         health_path: str,
         ended: Callable[[int], None],
         check: Check | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._setting = setting
         self._argv = argv
         self._health_path = health_path
         self._ended = ended
         self._check = check
+        self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
         self._stopping = False
@@ -119,7 +123,9 @@ class ForeignEngine:
         self._stopping = False
         self._watcher = None
         try:
-            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, env={**_environment(), **self._env}, start_new_session=True
+            )
         except OSError as error:
             raise ProcessError(
                 self._setting.subject,
@@ -171,11 +177,7 @@ class ForeignEngine:
 
     def _healthy(self, process: subprocess.Popen[bytes]) -> bool:
         try:
-            with self._connect() as connection:
-                if not self._unix and not listens_for(self._port, process.pid):
-                    raise ProcessError(
-                        self._setting.subject, f"another process listens on its engine's port {self._port}"
-                    )
+            with self._connect(process) as connection:
                 if not self._health_path:
                     return True
                 client = http.client.HTTPConnection("127.0.0.1")
@@ -185,13 +187,23 @@ class ForeignEngine:
         except (OSError, http.client.HTTPException):
             return False
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, process: subprocess.Popen[bytes]) -> socket.socket:
+        """A connection to the server, and to no other.
+
+        Raises:
+            OSError: nobody listens.
+            ProcessError: somebody else does.
+        """
         if self._unix:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(5.0)
             connection.connect(socket_path())
             return connection
-        return socket.create_connection(("127.0.0.1", self._port), timeout=5.0)
+        connection = socket.create_connection(("127.0.0.1", self._port), timeout=5.0)
+        if not listens_for(self._port, process.pid):
+            connection.close()
+            raise ProcessError(self._setting.subject, f"another process listens on its engine's port {self._port}")
+        return connection
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
@@ -214,6 +226,7 @@ class ForeignEngine:
                 break
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # what the server left behind
+        _reap(process.pid)
 
     def _ends(self, process: subprocess.Popen[bytes], seconds: float | None) -> bool:
         """Wait for its end; by the watcher, if there is one: a timed `Popen.wait` only looks now and then."""
@@ -283,9 +296,7 @@ async def _looked_at(reader: asyncio.StreamReader, check: Check) -> tuple[bytes,
     if b"transfer-encoding" in values:
         raise RequestError("The body has no Content-Length", status=411)
     body = await reader.readexactly(int(values.get(b"content-length", 0)))
-    translation = None
-    if body:
-        translation = check(unquote(urlsplit(asked.split(b" ")[1].decode("latin-1")).path), body)
+    translation = check(unquote(urlsplit(asked.split(b" ")[1].decode("latin-1")).path), body)
     kept = [field for field in fields if not field.lower().startswith(b"connection:")]
     return b"\r\n".join((asked, *kept, _CLOSE)) + _HEAD_END + body, translation
 
@@ -347,6 +358,15 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, er
             writer.write_eof()
             while await reader.read(_CHUNK_BYTES):
                 pass
+
+
+def _reap(group: int) -> None:
+    """Wait for what is left of a killed process group, as far as it is this process's own by now."""
+    deadline = time.monotonic() + _REAP_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-group, os.WNOHANG)[0] == 0:
+                time.sleep(_POLL_SECONDS[0])
 
 
 def socket_path() -> str:

@@ -89,7 +89,7 @@ def follows(setting: Setting) -> Check:
     calls = CALLS if words & _CALLING else frozenset()
 
     def check(path: str, content: bytes) -> Translation | None:
-        if path not in FIELDS:
+        if path not in FIELDS or not content:
             return None
         said = read_object(content)
         asked = {name: said[name] for name in said if said[name] not in (None, _NEUTRAL.get(name))}
@@ -135,6 +135,8 @@ def command_line(setting: Setting, port: int) -> list[str]:
     argv += ["--n_ctx", str(options.get("contextTokens") or CONTEXT_TOKENS)]
     if setting.threads > 0:
         argv += ["--n_threads", str(setting.threads), "--n_threads_batch", str(setting.threads)]
+    if setting.device != "host":
+        argv += ["--n_gpu_layers", "-1"]
     if options.get("chatFormat"):
         argv += ["--chat_format", str(options["chatFormat"])]
     if setting.spec.get("task") == "embeddings":
