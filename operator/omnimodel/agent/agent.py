@@ -27,6 +27,7 @@ from omnimodel.agent.needed import needs_of, removed, removed_words
 from omnimodel.agent.opened import OpenedPool
 from omnimodel.agent.origins import write_files
 from omnimodel.agent.process import ModelProcess
+from omnimodel.agent.servers import SLEEPERS
 from omnimodel.agent.spawner import Spawner
 from omnimodel.agent.supply import Machine, Supply, supply, too_weak
 from omnimodel.api import OmniPool, OmniProcess
@@ -267,6 +268,8 @@ class Agent:
         if self._refusal is not None:
             raise self._refusal
         own_bytes = instance.working_bytes if self._broker.memory.device.on_host else _HOST_BYTES
+        if instance.spec["engine"] in SLEEPERS:  # the weights are in its own memory while it sleeps
+            own_bytes += instance.spec["deviceMemoryBytes"]
         memory_bytes = instance.spec["limits"]["memoryBytes"] or own_bytes
         request = serving_request(
             instance.subject,

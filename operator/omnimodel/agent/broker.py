@@ -64,6 +64,7 @@ class Broker:
         self.moves = Moves(
             memory,
             events,
+            self.instances,
             worth=self._worth_of_image,
             relieve=self._relieve_host,
             measure=self.accounting.measure,

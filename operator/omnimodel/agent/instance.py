@@ -23,7 +23,7 @@ from omnimodel.agent.door import Door
 from omnimodel.agent.failures import Failures
 from omnimodel.agent.line import Line
 from omnimodel.errors import OmniError, ProcessError
-from omnimodel.protocol.process import Evict, Settle, Start, Wake
+from omnimodel.protocol.process import SLEEP_SECONDS, Evict, Settle, Start, Wake
 
 if TYPE_CHECKING:
     from omnimodel.agent.preparation import Prepared
@@ -106,6 +106,10 @@ class Instance:
         self.fence: Fence | None = None  # of its process
         self.session: aiohttp.ClientSession | None = None
         self.mapped: Sequence[Frame] | None = None  # what its process may have mapped; None when it is not resident
+
+        self.asleep = False  # its foreign server is on no device, and has not ended
+        self.asleep_bytes = 0  # that stay of it on the device meanwhile
+        self.sleepless = ""  # why its server is stopped where others are put to sleep
 
         # Set by the broker when it has decided, before the move begins.
         self.draining = False
@@ -342,9 +346,13 @@ class Instance:
         timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
         self.mapped = frames
         self.keep()
-        await process.command(
+        if self.asleep:  # before it is started anew, if it has to be
+            timeout_seconds += SLEEP_SECONDS
+        reply = await process.command(
             Wake([frame.id for frame in frames], fence_base), [frame.descriptor for frame in frames], timeout_seconds
         )
+        self.sleepless = str(reply.values.get("restarted") or self.sleepless)
+        self.asleep, self.asleep_bytes = False, 0
         now = time.monotonic()
         self.note_wake(copy_seconds + now - began)
         self.woken_seconds = self.idle_seconds = now
@@ -368,8 +376,15 @@ class Instance:
         frozen = self.frozen_since_seconds is not None
         self.set_state(State.FROZEN if frozen else State.WARM, "its wake failed")
 
-    async def evict(self, *, freeze: bool, why: str) -> None:
+    async def evict(
+        self, *, freeze: bool, why: str, leave: Callable[[ModelProcess], Awaitable[str]] | None = None
+    ) -> None:
         """RESIDENT -> WARM or FROZEN: let the process fence and unmap.
+
+        Args:
+            freeze: whether requests in flight go on after the next wake.
+            why: for people.
+            leave: how it leaves the device, where that takes more than a command, and what has become of it.
 
         Raises:
             OmniError: it did not in time; its process must be killed, and the frames are not free before it is gone.
@@ -381,7 +396,10 @@ class Instance:
         frozen = freeze and self.line.in_flight > 0
         self.set_state(State.EVICTING, why)
         timeout_seconds = self._acknowledged_within(self.limits.drain_seconds)
-        await process.command(Evict(freeze=frozen), (), timeout_seconds)
+        if leave is None:
+            await process.command(Evict(freeze=frozen), (), timeout_seconds)
+        else:
+            why = f"{why}; {await leave(process)}"
         self.evictions += 1
         self.draining = False
         self.line.owed = 0
@@ -430,8 +448,8 @@ class Instance:
         if session is not None:
             await session.close()
         self.frozen_since_seconds = None
-        self.hung = False
-        self.private_bytes = 0
+        self.hung = self.asleep = False
+        self.private_bytes = self.asleep_bytes = 0
         self.line.owed = 0
         error = self.ended_because(process) if self._ending else ended
         if error is not None:

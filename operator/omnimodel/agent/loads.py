@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from omnimodel.agent import servers
 from omnimodel.agent.proof import prove, proves_wakes
 from omnimodel.errors import LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
@@ -35,14 +36,23 @@ class Loads:
         memory: of the device.
         worth: of an image by its digest; the least worth loses its frames first.
         relieve: asks for so many bytes of host memory; whether any are coming.
+        end_sleepers: asks for so many bytes of the device, for an instance, from servers that sleep.
     """
 
-    def __init__(self, memory: DeviceMemory, *, worth: Callable[[str], float], relieve: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        *,
+        worth: Callable[[str], float],
+        relieve: Callable[[int], bool],
+        end_sleepers: Callable[[Instance, int], None],
+    ) -> None:
         self.copying: str | None = None
         self.copy_bytes_per_second: float | None = None
         self._memory = memory
         self._worth = worth
         self._relieve = relieve
+        self._end_sleepers = end_sleepers
 
     async def load(self, instance: Instance) -> bool:
         """WARM or FROZEN -> RESIDENT, or back; a process that does not map its frames is killed.
@@ -137,10 +147,17 @@ class Loads:
         """
         if self._memory.device.on_host:
             self._memory.ledger.host.give_back(instance.name, Kind.PROCESS)
-        instance.proving = proves_wakes(instance)
-        await instance.wake(frames, copy_seconds, fence_base)
-        if instance.proving:
-            await prove(instance)
+        instance.proving, slept, process = proves_wakes(instance), instance.asleep, instance.process
+        try:
+            await instance.wake(frames, copy_seconds, fence_base)
+            if process is not None and servers.serves(instance, self._memory):
+                await servers.check_woken(instance, process, self._memory)
+            if instance.proving:
+                await prove(instance)
+        except OmniError as error:
+            if slept:
+                instance.sleepless = f"after its sleep {error.problem}"
+            raise
 
     async def _room_on_host(self, image: ImageRef) -> None:
         """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
@@ -157,13 +174,15 @@ class Loads:
             LedgerError: they did not come free.
         """
         deadline = time.monotonic() + FREED_SECONDS
+        account = self._memory.ledger.device
         while True:
             try:
-                self._memory.ledger.device.promise(instance.name, frame_count, working_bytes)
+                account.promise(instance.name, frame_count, working_bytes)
                 return
             except LedgerError:
                 if time.monotonic() > deadline:
                     raise
+            self._end_sleepers(instance, frame_count * account.frame_bytes + working_bytes - account.free_bytes)
             await asyncio.sleep(0.01)
 
     def _late_seconds(self, image: ImageRef) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from omnimodel.agent import servers
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.loads import FREED_SECONDS, Loads, explained
 from omnimodel.errors import OmniError, Reason
@@ -30,12 +32,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device and the accounts of it."""
+    """One device and the accounts of it.
+
+    Args:
+        device_bytes: what the driver says a process has on it; None where nobody asks the driver.
+    """
 
     device: Device
     ledger: Ledger
     frames: FramePool
     arena: Arena
+    device_bytes: servers.DeviceBytes | None = None
 
 
 class Moves:
@@ -44,6 +51,7 @@ class Moves:
     Args:
         memory: of the device.
         events: where moves are told to people.
+        instances: all there are, by name.
         worth: of an image by its digest; the least worth loses its frames first.
         relieve: asks for so many bytes of host memory; whether any are coming.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
@@ -54,6 +62,7 @@ class Moves:
         self,
         memory: DeviceMemory,
         events: EventLog,
+        instances: Mapping[str, Instance],
         *,
         worth: Callable[[str], float],
         relieve: Callable[[int], bool],
@@ -61,9 +70,10 @@ class Moves:
         changed: Callable[[], None],
     ) -> None:
         self.memory = memory
-        self.loads = Loads(memory, worth=worth, relieve=relieve)
+        self.loads = Loads(memory, worth=worth, relieve=relieve, end_sleepers=self._end_sleepers)
         self.measuring: str | None = None
         self._events = events
+        self._instances = instances
         self._measure = measure
         self._changed = changed
         self._under_way: dict[str, asyncio.Task[None]] = {}
@@ -213,8 +223,9 @@ class Moves:
     async def _leave(self, instance: Instance, *, freeze: bool, why: str) -> None:
         """RESIDENT -> WARM or FROZEN; a process that does not acknowledge is killed, and then its frames are free."""
         began = time.perf_counter()
+        leave = partial(servers.leave, instance, self.memory) if servers.serves(instance, self.memory) else None
         try:
-            await instance.evict(freeze=freeze, why=why)
+            await instance.evict(freeze=freeze, why=why, leave=leave)
         except OmniError as error:
             self.memory.frames.quarantine(instance.name)
             late = OmniError(
@@ -229,10 +240,10 @@ class Moves:
             instance.leaving = instance.freezing = False
         self.memory.frames.release(instance.name)
         if instance.state is not State.FROZEN:
-            self.memory.ledger.device.give_back(instance.name, Kind.WORKING)
+            self.memory.ledger.device.set(instance.name, Kind.WORKING, instance.asleep_bytes)
             await self._measure(instance)
         instance.last_evict_seconds = time.perf_counter() - began
-        self.tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", why)
+        self.tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", instance.message)
 
     async def _wake_up(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> None:
         """Bring an instance onto the device, after its victims have left it."""
@@ -260,6 +271,11 @@ class Moves:
         if loaded:
             self.tell(instance, "Woken", instance.message)
             instance.door.admit()
+
+    def _end_sleepers(self, instance: Instance, short_bytes: int) -> None:
+        """Stop servers that sleep, for what stays of them on the device is missing."""
+        for sleeper in servers.sleepers(self._instances.values(), self.__contains__, short_bytes):
+            self.step_off(sleeper, f"{instance.name} needs what stays of it on the device", "room", stop=True)
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
         """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""

@@ -24,9 +24,12 @@ _SEARCH = "import json, re, sys; p, t = json.load(sys.stdin); sys.stdout.write('
 
 
 def proves_wakes(instance: Instance) -> bool:
-    """Whether it is asked again after a wake. Before its first answer was checked somebody asks it anyway."""
+    """Whether it is asked again after a wake. Before its first answer was checked somebody asks it anyway.
+
+    A server that has slept is always asked: some answer gibberish then, and call themselves healthy.
+    """
     probe = instance.spec["probe"]
-    return bool(probe and probe.get("afterWake") and instance.verified)
+    return bool(probe and (probe.get("afterWake") or instance.asleep) and instance.verified)
 
 
 async def prove(instance: Instance) -> None:
