@@ -24,6 +24,8 @@ MODEL: dict[str, Any] = {
 TRANSFORMERS = {"engine": "transformers", "task": "text-generation"}
 COMMAND = {"engine": "command", "command": ["serve", "--port", "{port}"]}
 LLAMACPP = {"engine": "llamacpp"}
+VLLM = {"engine": "vllm", "options": {"cacheMemory": "8Gi"}}
+SGLANG = {"engine": "sglang", "options": {"cacheTokens": 65536}}
 POOL: dict[str, Any] = {"apiVersion": API_VERSION, "kind": "OmniPool", "metadata": {"name": "default"}, "spec": {}}
 
 

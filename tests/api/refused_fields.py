@@ -119,34 +119,36 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "engine case",
         {"runtime__engine": "Python"},
         [
-            "runtime.engine: 'Python': is in the wrong case or spelling; write python; possible are transformers, python, llamacpp or command"
+            "runtime.engine: 'Python': is in the wrong case or spelling; write python; possible are transformers, python, llamacpp, vllm, sglang or command"
         ],
     ),
     (
         "engine vLLM",
         {"runtime__engine": "VLLM"},
         [
-            "runtime.engine: 'VLLM': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
+            "runtime.engine: 'VLLM': is in the wrong case or spelling; write vllm; possible are transformers, python, llamacpp, vllm, sglang or command"
         ],
     ),
     (
-        "engine vllm",
+        "option cacheMemory of vllm left out",
         {"runtime": {"engine": "vllm"}},
         [
-            "runtime.engine: 'vllm': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
+            "runtime.options: has no cacheMemory: engine vllm would take what it finds free on the GPU; add cacheMemory: 8Gi"
         ],
     ),
     (
-        "engine sglang",
+        "option cacheTokens of sglang left out",
         {"runtime": {"engine": "sglang"}},
         [
-            "runtime.engine: 'sglang': is not in this version; write transformers, llamacpp for a GGUF file, or command with the command line of a server"
+            "runtime.options: has no cacheTokens: engine sglang would take what it finds free on the GPU; add cacheTokens: 65536"
         ],
     ),
     (
         "engine OLlama",
         {"runtime__engine": "OLlama"},
-        ["runtime.engine: 'OLlama': is none of the possible words; write transformers, python, llamacpp or command"],
+        [
+            "runtime.engine: 'OLlama': is none of the possible words; write transformers, python, llamacpp, vllm, sglang or command"
+        ],
     ),
     (
         "priority case",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from api.builders import COMMAND, LLAMACPP, TRANSFORMERS
+from api.builders import COMMAND, LLAMACPP, SGLANG, TRANSFORMERS, VLLM
 
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
@@ -139,6 +139,38 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"runtime": {**COMMAND, "threads": 4}},
         [
             "runtime.threads: 4: is read by nobody: engine command knows only its command line; write {{ threads }} in command, args or env, or remove it"
+        ],
+    ),
+    (
+        "option of vllm misspelt, and one of another engine",
+        {"runtime": {**VLLM, "options": {"cacheMemory": "8Gi", "maxBatc": 8, "cacheTokens": 65536}}},
+        [
+            "runtime.options.maxBatc: 8: is no option of engine vllm for text-generation; did you mean maxBatch?",
+            "runtime.options.cacheTokens: 65536: is no option of engine vllm for text-generation; possible are contextTokens, maxBatch, cacheMemory",
+        ],
+    ),
+    (
+        "option cacheMemory as a share",
+        {"runtime": {**VLLM, "options": {"cacheMemory": "80%"}}},
+        ["runtime.options.cacheMemory: '80%': is not a quantity of at least 1Mi; write one such as 24Gi or 1500M"],
+    ),
+    (
+        "option cacheTokens in bytes",
+        {"runtime": {**SGLANG, "options": {"cacheTokens": "8Gi"}}},
+        [
+            "runtime.options.cacheTokens: '8Gi': is not a whole number; write a number of tokens from 1 to 16777216",
+        ],
+    ),
+    (
+        "task of sglang",
+        {"runtime": {**SGLANG, "task": "embeddings"}},
+        ["runtime.task: 'embeddings': this engine does text-generation only; remove it, or write engine: transformers"],
+    ),
+    (
+        "a server told to sleep by hand",
+        {"runtime": {**SGLANG, "args": ["--enable-memory-saver"]}},
+        [
+            "runtime.args[0]: '--enable-memory-saver': --enable-memory-saver belongs to the system; remove it: spec.residency says when the model leaves the device"
         ],
     ),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.builders import COMMAND, LLAMACPP, TRANSFORMERS, model, pool
+from api.builders import COMMAND, LLAMACPP, SGLANG, TRANSFORMERS, VLLM, model, pool
 from omnimodel.api import Footprint, OmniModel, OmniPool, ResidencyEntry, parse, validate
 
 SAID: list[tuple[str, dict[str, Any]]] = [
@@ -37,6 +37,9 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("limits of a text generation", {"runtime": TRANSFORMERS, "limits": {"inputTokens": 4096, "outputTokens": 512}}),
     ("every option of an embedder", {"runtime": {"engine": "transformers", "task": "embeddings", "options": {"pooling": "cls", "normalize": False, "truncate": True}}}),
     ("options of a GGUF file", {"runtime": {**LLAMACPP, "options": {"contextTokens": 4096, "chatFormat": "chatml"}}}),
+    ("every option of vllm", {"runtime": {**VLLM, "options": {"contextTokens": 8192, "maxBatch": 32, "cacheMemory": "8Gi"}, "args": ["--dtype", "bfloat16"]}}),
+    ("a cache in plain bytes", {"runtime": {**VLLM, "options": {"cacheMemory": 8589934592}}}),
+    ("every option of sglang", {"runtime": {**SGLANG, "task": "text-generation", "options": {"contextTokens": 8192, "maxBatch": 32, "cacheTokens": 65536}}}),
     ("options and threads of a command line", {"runtime": {**COMMAND, "args": ["--threads", "{{ threads }}"], "env": {"TOP": "{{ options.top | string }}"}, "threads": 4, "options": {"top": 5}}}),
     ("a server by command", {"runtime": {**COMMAND, "healthPath": "/healthz", "workingDir": "/tmp"}}),
     ("a server that takes its port from the environment", {"runtime": {"engine": "command", "command": ["serve"], "env": {"PORT": "{port}"}}}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api import refused_fields, refused_options, refused_places, refused_quantities, refused_runtime
-from api.builders import ABSENT, COMMAND, LLAMACPP, MODEL, POOL, TRANSFORMERS, model, pool
+from api.builders import ABSENT, COMMAND, LLAMACPP, MODEL, POOL, SGLANG, TRANSFORMERS, VLLM, model, pool
 from api.test_accepted import POOLS, SAID
 from cluster.server import Server
 from omnimodel.api import OmniModel, OmniPool, crd, validate
@@ -31,6 +31,9 @@ BAD += [
     ("arguments with a device index", model(runtime={**COMMAND, "args": ["--main-gpu", "1"]})),
     ("llamacpp with a device index", model(runtime={"engine": "llamacpp", "args": ["--main-gpu", "1"]})),
     ("llamacpp with a repository", model(runtime={"engine": "llamacpp", "args": ["--hf-repo", "a/b"]})),
+    ("vllm with a cache in bytes", model(runtime={**VLLM, "args": ["--kv-cache-memory-bytes=1G"]})),
+    ("sglang with a cache in tokens", model(runtime={**SGLANG, "args": ["--max-total-tokens 4096"]})),
+    ("vllm with a batch", model(runtime={**VLLM, "args": ["--max-num-seqs", "4"]})),
     ("llamacpp with threads", model(runtime={"engine": "llamacpp", "args": ["--threads", "4"]})),
     ("a command of llamacpp", model(runtime={**LLAMACPP, "command": ["serve"]})),
     ("a health path of llamacpp", model(runtime={**LLAMACPP, "healthPath": "/healthz"})),

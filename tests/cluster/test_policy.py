@@ -26,7 +26,7 @@ PARSED = {"model: probe regex", "model: handler syntax"}
 # The API server drops a null before anybody looks: what it stores is right, and the same as without the line.
 DROPPED = {"model: null", "model: null spec section", "model: memory None", "pool: pool memory None"}
 # The problem is the same, but what is meant is found by likeness, which only `omni validate` does.
-LIKENESS = {"model: option misspelt"}
+LIKENESS = {"model: option misspelt", "model: option of vllm misspelt, and one of another engine"}
 LATER = [(name, manifest) for name, manifest in BAD if is_later(name)]
 
 TAKEN = [

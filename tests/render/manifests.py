@@ -81,6 +81,35 @@ TRANSFORMERS: dict[str, Any] = {
         "residency": {"keepResident": True},
     },
 }
+VLLM: dict[str, Any] = {
+    "apiVersion": API_VERSION,
+    "kind": "OmniModel",
+    "metadata": {"name": "qwen3"},
+    "spec": {
+        "source": {"huggingFace": {"repo": "Qwen/Qwen3-8B", "revision": "b968826d"}},
+        "runtime": {
+            "engine": "vllm",
+            "environment": {"requirements": ["vllm==0.31.0"]},
+            "options": {"cacheMemory": "8Gi", "contextTokens": 16384},
+            "args": ["--reasoning-parser", "qwen3"],
+        },
+        "resources": {"deviceMemory": "28Gi", "hostMemory": "48Gi"},
+    },
+}
+SGLANG: dict[str, Any] = {
+    "apiVersion": API_VERSION,
+    "kind": "OmniModel",
+    "metadata": {"name": "llama"},
+    "spec": {
+        "source": {"huggingFace": {"repo": "meta-llama/Llama-3.1-8B-Instruct", "revision": "0e9e39f2"}},
+        "runtime": {
+            "engine": "sglang",
+            "environment": {"requirements": ["sglang==0.5.16"]},
+            "options": {"cacheTokens": 65536},
+        },
+        "resources": {"deviceMemory": "28Gi"},
+    },
+}
 POOL: dict[str, Any] = {
     "apiVersion": API_VERSION,
     "kind": "OmniPool",

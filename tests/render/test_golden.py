@@ -16,10 +16,13 @@ from render import manifests
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("name", ["python", "command", "transformers"])
-def test_a_model_renders_to_its_golden_file(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("python", "auto"), ("command", "auto"), ("transformers", "auto"), ("vllm", "cuda"), ("sglang", "cuda")],
+)
+def test_a_model_renders_to_its_golden_file(name: str, device: str) -> None:
     document: dict[str, Any] = getattr(manifests, name.upper())
-    process = render(manifests.model(document), manifests.pool(), manifests.CONFIG)
+    process = render(manifests.model(document), manifests.pool(device={"type": device}), manifests.CONFIG)
     text = json.dumps(process.to_dict(), indent=2, sort_keys=True) + "\n"
     path = GOLDEN / f"{name}.json"
     if os.environ.get("WRITE_GOLDENS"):

@@ -96,12 +96,10 @@ def _int_or_string(*words: str, share: bool = False, problem: str, cure: str) ->
     }
 
 
-Quantity = Annotated[
-    int | str,
-    Checked(
-        _bytes, _int_or_string(problem="is not a quantity of at least 1Mi", cure="write one such as 24Gi or 1500M")
-    ),
-]
+BYTES = Checked(
+    _bytes, _int_or_string(problem="is not a quantity of at least 1Mi", cure="write one such as 24Gi or 1500M")
+)
+Quantity = Annotated[int | str, BYTES]
 QuantityOrAuto = Annotated[
     int | str,
     Checked(

@@ -13,13 +13,28 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from omnimodel.api.fields import FLAG, Checked, choice, number, plain, whole
+from omnimodel.api.amounts import BYTES
+from omnimodel.api.fields import FLAG, Checked, choice, number, plain, refusal, whole
 from omnimodel.api.meta import Violation
 from omnimodel.api.names import SYNONYMS, normal
 from omnimodel.api.runtime import DEFAULT_TASK, Runtime
+from omnimodel.quantity import QuantityError, parse_bytes
 
 PATH = ("spec", "runtime", "options")
 TOKENS = whole(1, 1 << 24, "a number of tokens")
+
+
+def _memory(value: Any) -> Any:
+    """A quantity; what is wrong is said in the one sentence that an admission policy can say."""
+    try:
+        parse_bytes(value)
+    except QuantityError:
+        problem, _, cure = BYTES.schema["x-kubernetes-validations"][0]["message"].partition("; ")
+        raise refusal(problem, cure) from None
+    return value
+
+
+MEMORY = Checked(_memory, BYTES.schema)
 
 
 @dataclass(frozen=True)
@@ -30,20 +45,24 @@ class Option:
         form: what it can be.
         description: one sentence.
         example: a value.
+        required: whether it has to be there.
     """
 
     form: Checked
     description: str
     example: Any
+    required: bool = False
 
 
 _CONTEXT = Option(TOKENS, "Tokens of its cache of keys and values, shared by all requests.", 4096)
+_LONGEST = Option(TOKENS, "The longest prompt with its answer; what the model allows when left out.", 8192)
+_BATCH = Option(whole(1, 4096), "Answers computed at once; `limits.concurrency` when left out.", 16)
 _TRUNCATE = Option(FLAG, "Whether a text that is too long is cut off; else it is refused, which is the default.", True)
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Option]] = {
     ("transformers", "text-generation"): {
         "contextTokens": _CONTEXT,
         "maxNewTokens": Option(TOKENS, "Tokens of an answer when a request does not say; 512 when left out.", 256),
-        "maxBatch": Option(whole(1, 4096), "Answers computed at once; `limits.concurrency` when left out.", 16),
+        "maxBatch": _BATCH,
         "temperature": Option(number(0, 2), "When a request does not say; the checkpoint's own when left out.", 0.7),
         "topP": Option(number(0, 1), "When a request does not say; the checkpoint's own when left out.", 0.9),
         "topK": Option(whole(0, 1 << 24), "When a request does not say; 0, the default, is no limit.", 40),
@@ -64,6 +83,18 @@ OPTIONS: Mapping[tuple[str, str], Mapping[str, Option]] = {
     ("llamacpp", "embeddings"): {
         "contextTokens": Option(TOKENS, "The longest text; 2048 tokens when left out.", 512),
     },
+    ("vllm", "text-generation"): {
+        "contextTokens": _LONGEST,
+        "maxBatch": _BATCH,
+        "cacheMemory": Option(
+            MEMORY, "Device memory of its cache of keys and values, a part of `resources.deviceMemory`.", "8Gi", True
+        ),
+    },
+    ("sglang", "text-generation"): {
+        "contextTokens": _LONGEST,
+        "maxBatch": _BATCH,
+        "cacheTokens": Option(TOKENS, "Tokens of its cache of keys and values, shared by all requests.", 65536, True),
+    },
 }
 
 
@@ -74,6 +105,9 @@ def violations(runtime: Runtime) -> Iterator[Violation]:
     known = OPTIONS.get((runtime.engine, runtime.task or DEFAULT_TASK))
     if known is None:
         return
+    for name, option in known.items():
+        if option.required and name not in runtime.options:
+            yield Violation(PATH, missing(runtime.engine, name), f"add {name}: {option.example}")
     for name, value in runtime.options.items():
         path = (*PATH, name)
         if name not in known:
@@ -87,6 +121,11 @@ def violations(runtime: Runtime) -> Iterator[Violation]:
             except PydanticCustomError as error:
                 found = error.context or {}
                 yield Violation(path, str(found.get("problem")), str(found.get("cure")), value)
+
+
+def missing(engine: str, name: str) -> str:
+    """What is wrong without an option that has to be there."""
+    return f"has no {name}: engine {engine} would take what it finds free on the GPU"
 
 
 def _instead(name: str, known: Mapping[str, Option]) -> str:

@@ -16,6 +16,8 @@ _KEY = "remove it: clients never reach the program itself; a key that it needs g
 _MEMORY = "write spec.resources.deviceMemory, such as 24Gi"
 _DEVICES = "write spec.resources.devices, a count; which ones is the system's choice"
 _CONTEXT = "write spec.runtime.options.contextTokens"
+_BATCH = "write spec.runtime.options.maxBatch"
+_SLEEP = "remove it: spec.residency says when the model leaves the device"
 
 # Long options of foreign engines, spelt with hyphens, and what to do instead.
 ARGUMENTS: dict[str, str] = {
@@ -29,14 +31,23 @@ ARGUMENTS: dict[str, str] = {
     "api-key-file": _KEY,
     "gpu-memory-utilization": _MEMORY,
     "mem-fraction-static": _MEMORY,
-    "kv-cache-memory-bytes": _MEMORY,
+    "kv-cache-memory-bytes": "write spec.runtime.options.cacheMemory, such as 8Gi",
+    "max-total-tokens": "write spec.runtime.options.cacheTokens",
+    "max-num-seqs": _BATCH,
+    "max-running-requests": _BATCH,
     "device": _DEVICES,
     "device-id": _DEVICES,
     "main-gpu": _DEVICES,
     "base-gpu-id": _DEVICES,
     "tensor-parallel-size": _DEVICES,
     "tp-size": _DEVICES,
-    "enable-sleep-mode": "remove it: spec.residency says when the model leaves the device",
+    "pipeline-parallel-size": _DEVICES,
+    "pp-size": _DEVICES,
+    "data-parallel-size": _DEVICES,
+    "dp-size": _DEVICES,
+    "enable-sleep-mode": _SLEEP,
+    "enable-memory-saver": _SLEEP,
+    "enable-weights-cpu-backup": _SLEEP,
     "model": "write it in spec.source",
     "model-path": "write it in spec.source",
     "hf-repo": "write it in spec.source.huggingFace",

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from omnimodel.api.fields import Checked
 from omnimodel.api.names import SYNONYMS, normal
-from omnimodel.api.options import OPTIONS
+from omnimodel.api.options import OPTIONS, missing
 from omnimodel.api.runtime import DEFAULT_TASK
 
 _VALUE = "variables.runtime.options[name]"
@@ -33,7 +33,20 @@ def option_problems() -> str:
     found = f"[{text}].filter(text, text != '').map(text, 'spec.runtime.options.' + name + text)"
     names = "variables.runtime.?options.orValue({}).map(name, name)"
     found_all = f"{names}.map(name, {found}).filter(f, f.size() > 0).map(f, f[0])"
+    found_all = f"{found_all}{_missing(key, names)}"
     return f"{key} in {known} ? {found_all} : variables.engine == 'command' ? {_unused(names)} : []"
+
+
+def _missing(key: str, names: str) -> str:
+    """What is wrong without an option that has to be there: lists to be added to a list."""
+    text = ""
+    for (engine, task), options in OPTIONS.items():
+        for name, option in options.items():
+            if option.required:
+                said = f"spec.runtime.options: {missing(engine, name)}; add {name}: {option.example}"
+                lacks = f"{key} == '{engine} {task}' && !('{name}' in {names})"
+                text += f" + ({lacks} ? [{json.dumps(said)}] : [])"
+    return text
 
 
 def _unused(names: str) -> str:
@@ -76,6 +89,10 @@ def _by_name() -> str:
 
 
 def _of(form: Checked) -> str:
+    if form.schema.get("x-kubernetes-int-or-string"):
+        (rule,) = form.schema["x-kubernetes-validations"]
+        fits = f"(type({_VALUE}) == int || type({_VALUE}) == string) && ({rule['rule'].replace('self', _VALUE)})"
+        return f"{fits} ? '' : {json.dumps(': ' + rule['message'])}"
     kind = form.schema["type"]
     if kind == "boolean":
         return f"type({_VALUE}) == bool ? '' : {_refusal(form, 'x')}"

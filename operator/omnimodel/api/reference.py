@@ -76,8 +76,8 @@ address that the system assigns, and `{{{{ name }}}}`, `{{{{ namespace }}}}`, `{
 
 ## What the system says itself
 
-These arguments of engine `llamacpp` are refused in any spelling (`--a-b`, `--a_b`, `--a=b`, `"--a b"`), and fixed
-ports, keys and device indices in the `command` of any program too:
+These arguments of engines `llamacpp`, `vllm` and `sglang` are refused in any spelling (`--a-b`, `--a_b`, `--a=b`,
+`"--a b"`), and fixed ports, keys and device indices in the `command` of any program too:
 
 @ARGUMENTS@
 ## Options of engines
@@ -91,8 +91,8 @@ handler reads them as `self.options`. Engine `command` takes those that a templa
 What a model would pass over in a request is refused with 400 and the field's name. So the own engines do, and so does
 engine `llamacpp` for its server, which would not say: `max_tokens` it follows, `max_completion_tokens` and
 `stream_options` it does not; `tools` only with a `chatFormat` made for them, such as `chatml-function-calling`. The
-server of engine `command` answers for itself: let it refuse what it does not know, as that of
-[magika](../examples/catalog/magika.yaml) does.
+servers of engines `vllm`, `sglang` and `command` answer for themselves: let yours refuse what it does not know, as that
+of [magika](../examples/catalog/magika.yaml) does.
 
 The own engines and engine `llamacpp` tell embeddings in `encoding_format: float` or `base64`; only where a GGUF file
 has no pooling, and so a vector for each token, they are numbers either way.
@@ -133,7 +133,8 @@ def _options() -> str:
     for (engine, task), known in OPTIONS.items():
         for name, option in known.items():
             example = f"`{_cell(f'{name}: {flow(option.example)}')}`"
-            text += f"| {engine} | {task} | `{name}` | {_checked(option.form)} | {option.description} | {example} |\n"
+            form = _checked(option.form) + (" (required)" if option.required else "")
+            text += f"| {engine} | {task} | `{name}` | {form} | {option.description} | {example} |\n"
     return text
 
 

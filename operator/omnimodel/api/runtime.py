@@ -11,7 +11,7 @@ from omnimodel.api.fields import AbsolutePath, Checked, Flag, cel, choice, plain
 from omnimodel.api.meta import Part, Rule
 from omnimodel.api.references import EnvValue
 
-ENGINES = ("transformers", "python", "llamacpp", "command")
+ENGINES = ("transformers", "python", "llamacpp", "vllm", "sglang", "command")
 TASKS = (
     "text-generation",
     "embeddings",
@@ -20,11 +20,12 @@ TASKS = (
     "text-to-speech",
     "infer",
 )
-FOREIGN = ("llamacpp", "command")
+FOREIGN = ("llamacpp", "vllm", "sglang", "command")
+ON_GPU_ONLY = ("vllm", "sglang")
 DEFAULT_TASK = "text-generation"  # of foreign engines
 FILE_LIMIT = 262_144
 _ENTRY = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
-Engine = Literal["transformers", "python", "llamacpp", "command"]
+Engine = Literal["transformers", "python", "llamacpp", "vllm", "sglang", "command"]
 Task = Literal[
     "text-generation", "embeddings", "text-classification", "automatic-speech-recognition", "text-to-speech", "infer"
 ]
@@ -193,16 +194,10 @@ ThreadCount = Annotated[
 class Runtime(Part):
     """How the model is run."""
 
-    engine: Annotated[
-        Engine,
-        choice(
-            *ENGINES,
-            later=("vllm", "sglang"),
-            instead="write transformers, llamacpp for a GGUF file, or command with the command line of a server",
-        ),
-    ] = Field(
+    engine: Annotated[Engine, choice(*ENGINES)] = Field(
         description="Who computes: `transformers` and `python` (a handler of yours) swap by frames; `llamacpp` and "
-        "`command` are servers of their own that are started and stopped.",
+        "`command` are servers of their own that are started and stopped; `vllm` and `sglang` are servers on a GPU "
+        "that are put to sleep and woken.",
         examples=["transformers"],
     )
     task: Annotated[Task, choice(*TASKS)] | None = Field(
@@ -348,14 +343,17 @@ class Runtime(Part):
             "task",
         ),
         Rule(
-            "self.engine in ['python', 'command', 'transformers'] || !has(self.task) || "
-            "self.task in ['text-generation', 'embeddings']",
-            lambda self: (
-                self.engine in ("python", "command", "transformers")
-                or self.task in (None, "text-generation", "embeddings")
-            ),
+            "self.engine != 'llamacpp' || !has(self.task) || self.task in ['text-generation', 'embeddings']",
+            lambda self: self.engine != "llamacpp" or self.task in (None, "text-generation", "embeddings"),
             "this engine does text-generation and embeddings only",
             "write one of the two, or engine: python",
+            "task",
+        ),
+        Rule(
+            "!(self.engine in ['vllm', 'sglang']) || !has(self.task) || self.task == 'text-generation'",
+            lambda self: self.engine not in ON_GPU_ONLY or self.task in (None, "text-generation"),
+            "this engine does text-generation only",
+            "remove it, or write engine: transformers",
             "task",
         ),
         Rule(

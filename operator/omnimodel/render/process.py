@@ -12,6 +12,7 @@ from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, ServedN
 from omnimodel.api.meta import API_VERSION
 from omnimodel.api.runtime import DEFAULT_TASK, FOREIGN
 from omnimodel.quantity import AUTO, parse_bytes, parse_cpu, parse_duration, parse_lifetime
+from omnimodel.render.engines import check_engine
 from omnimodel.render.identity import hostname, user_id
 from omnimodel.render.references import Config, config_value, resolve_mounts, resolve_source, secret_reference
 from omnimodel.render.templates import expand
@@ -76,8 +77,10 @@ def render(
         taken: user ids of other models on the machine.
 
     Raises:
-        ManifestError: it refers to what is not there, or a template in it cannot be filled in.
+        ManifestError: it refers to what is not there, a template in it cannot be filled in, or its engine does not
+            suit the pool.
     """
+    check_engine(model, pool)
     granted = model.names if served_names is None else tuple(served_names)
     spec = _spec(model, pool, config or {}, granted, taken)
     publish = _hash(_published(spec))

@@ -1,0 +1,44 @@
+"""What engine and device must agree on."""
+
+from __future__ import annotations
+
+import pytest
+
+from omnimodel.errors import ManifestError
+from omnimodel.render import render
+from render import manifests
+
+GPU = manifests.pool(device={"type": "cuda"})
+
+
+@pytest.mark.parametrize("engine", ["VLLM", "SGLANG"])
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_an_engine_that_needs_a_gpu_is_refused_elsewhere(engine: str, device: str) -> None:
+    pool = manifests.pool(device={"type": device})
+    with pytest.raises(ManifestError) as caught:
+        render(manifests.model(getattr(manifests, engine)), pool)
+    assert caught.value.field == "spec.runtime.engine"
+    assert caught.value.problem == (
+        f"engine {engine.lower()} needs an NVIDIA GPU, and OmniPool default/default has device.type: {device}"
+    )
+    assert "device.type: cuda" in caught.value.cure
+
+
+@pytest.mark.parametrize("engine", ["VLLM", "SGLANG", "COMMAND"])
+def test_nobody_guesses_what_a_server_takes_of_a_gpu(engine: str) -> None:
+    document = getattr(manifests, engine)
+    with pytest.raises(ManifestError, match="takes its GPU memory itself, and nobody has said how much") as caught:
+        render(manifests.model(document, resources={"deviceMemory": "auto"}), GPU, manifests.CONFIG)
+    assert caught.value.field == "spec.resources.deviceMemory"
+    found = render(manifests.model(document, resources={"deviceMemory": "28Gi"}), GPU, manifests.CONFIG)
+    assert found.spec.device_memory_bytes == 28 << 30
+
+
+def test_a_cache_that_leaves_nothing_for_the_weights_is_refused() -> None:
+    with pytest.raises(ManifestError, match=r"its cache of 8Gi leaves nothing of resources\.deviceMemory 8Gi"):
+        render(manifests.model(manifests.VLLM, resources={"deviceMemory": "8Gi"}), GPU)
+
+
+def test_models_of_frames_and_programs_on_a_processor_need_say_nothing() -> None:
+    render(manifests.model(manifests.TRANSFORMERS), GPU)
+    render(manifests.model(manifests.COMMAND), manifests.pool(), manifests.CONFIG)
