@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+from omnimodel.api import OmniModel, parse
 from omnimodel.errors import ManifestError
 from omnimodel.render import render
 from render import manifests
 
+DOCUMENT = Path(__file__).parents[2] / "docs/gpu.md"
 GPU = manifests.pool(device={"type": "cuda"})
 
 
@@ -42,3 +48,19 @@ def test_a_cache_that_leaves_nothing_for_the_weights_is_refused() -> None:
 def test_models_of_frames_and_programs_on_a_processor_need_say_nothing() -> None:
     render(manifests.model(manifests.TRANSFORMERS), GPU)
     render(manifests.model(manifests.COMMAND), manifests.pool(), manifests.CONFIG)
+
+
+def test_the_servers_of_the_document_are_right() -> None:
+    section = DOCUMENT.read_text().partition("\n## Servers of others\n")[2]
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    models = [parse(document) for document in yaml.safe_load_all(block[1])]
+    assert [model.spec.runtime.engine for model in models if isinstance(model, OmniModel)] == [
+        "vllm",
+        "sglang",
+        "llamacpp",
+        "command",
+    ]
+    for model in models:
+        assert isinstance(model, OmniModel)
+        render(model, GPU)
