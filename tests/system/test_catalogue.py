@@ -125,6 +125,23 @@ def test_speech_is_made_and_understood(catalogue: Catalogue) -> None:
     assert heard.text.strip() == SENTENCE
 
 
+def test_as_much_as_a_model_takes_ends_none_of_its_processes(catalogue: Catalogue) -> None:
+    asked, longest = client(catalogue.up), "word " * 500
+    for name in ("minilm", "hibari-tts"):
+        catalogue.ask(name)
+    pids = {name: catalogue.process(name)["pid"] for name in ("minilm", "hibari-tts")}
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        answers = threads.map(lambda _: asked.embeddings.create(model="minilm", input=[longest] * 4), range(4))
+        assert [len(answer.data) for answer in answers] == [4] * 4
+    spoken = [
+        asked.audio.speech.create(model="hibari-tts", voice="heart", input=("A river. " * 223)[:2000]) for _ in range(2)
+    ]
+    assert all(len(sound.content) > 1_000_000 for sound in spoken)
+    with pytest.raises(openai.BadRequestError, match="has 4096 characters, and 2000 can be spoken"):
+        asked.audio.speech.create(model="hibari-tts", voice="heart", input="A" * 4096)
+    assert {name: catalogue.process(name)["pid"] for name in pids} == pids
+
+
 def test_the_inference_protocol_describes_a_model_and_asks_it(catalogue: Catalogue) -> None:
     described = catalogue.up.client.request("GET", "/v2/models/crepe")
     assert described.status == 200
