@@ -21,10 +21,12 @@ from typing import Any
 import cuda.bindings.driver as real
 import numpy as np
 
+from gpu.emulated_book import Book
 from omnimodel.memory.codec import Layout, decode
 from omnimodel.memory.devices import pages
 
 UNIT = 2 << 20
+_WITHOUT_CONTEXT = frozenset({"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceTotalMem", "cuDriverGetVersion"})
 
 
 class EmulatedDriver:
@@ -33,9 +35,12 @@ class EmulatedDriver:
     Args:
         capacity_bytes: of the device.
         seed: of the order in which streams proceed.
+        book: of a device that other processes use, too.
     """
 
-    def __init__(self, capacity_bytes: int, seed: int = 0) -> None:
+    def __init__(self, capacity_bytes: int, seed: int = 0, book: Book | None = None) -> None:
+        self.book = book
+        self.contexts = 0
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.random = random.Random(seed)
@@ -45,6 +50,7 @@ class EmulatedDriver:
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, tuple[int, int]] = {}  # address -> (inode, size)
         self.plain: dict[int, int] = {}
+        self.made: set[int] = set()  # inodes of memories that are this process's own
         self.registered: dict[int, int] = {}
         self.streams: dict[int, deque[tuple[str, Callable[[], bool]]]] = {0: deque()}
         self.events: dict[int, tuple[int, int]] = {}  # event -> (recorded, reached)
@@ -65,17 +71,33 @@ class EmulatedDriver:
             if name.startswith("cuCheckpoint"):  # these may block, and nothing else may wait for them
                 outcome = function(*arguments)
                 return (outcome,) if isinstance(outcome, real.CUresult) else (real.CUresult.CUDA_SUCCESS, *outcome)
+            if self.book is not None and name not in _WITHOUT_CONTEXT:
+                self.book.wait_until_running()
             with self.lock:
                 if name in self.fail:
                     if self.fail[name] == 0:
                         return (real.CUresult.CUDA_ERROR_UNKNOWN, None)
                     self.fail[name] -= 1
                 outcome = function(*arguments)
+                self._record()
             if isinstance(outcome, real.CUresult):
                 return (outcome, None)
             return (real.CUresult.CUDA_SUCCESS, *outcome) if outcome is not None else (real.CUresult.CUDA_SUCCESS,)
 
         return checked
+
+    def _record(self) -> None:
+        """Keep the book, where there is one."""
+        if self.book is not None:
+            context_bytes = self.book.context_bytes if self.contexts else 0
+            imported = {inode for inode, _ in self.mapped.values()} - self.made
+            held_bytes = self.used_bytes + sum(self.plain.values()) + context_bytes
+            self.book.record(held_bytes, sum(self.memories[inode][2] for inode in imported))
+
+    def _has_no_room(self, size: int) -> bool:
+        if self.book is None:
+            return self.used_bytes + size > self.capacity_bytes
+        return self.book.used_bytes() + size > self.book.capacity_bytes
 
     # device and context
 
@@ -89,10 +111,13 @@ class EmulatedDriver:
         return (ordinal,)
 
     def do_cuDevicePrimaryCtxRetain(self, device):
+        if self.book is not None and not self.contexts and self._has_no_room(self.book.context_bytes):
+            return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        self.contexts += 1
         return (1,)
 
     def do_cuDevicePrimaryCtxRelease(self, device):
-        return None
+        self.contexts -= 1
 
     def do_cuCtxSetCurrent(self, context):
         return None
@@ -107,7 +132,8 @@ class EmulatedDriver:
         return (self.capacity_bytes,)
 
     def do_cuMemGetInfo(self):
-        return (self.capacity_bytes - self.used_bytes, self.capacity_bytes)
+        used_bytes = self.used_bytes if self.book is None else self.book.used_bytes()
+        return (self.capacity_bytes - used_bytes, self.capacity_bytes)
 
     def do_cuMemGetAllocationGranularity(self, prop, option):
         return (UNIT,)
@@ -126,11 +152,12 @@ class EmulatedDriver:
 
     def do_cuMemCreate(self, size, prop, flags):
         assert size % UNIT == 0
-        if self.used_bytes + size > self.capacity_bytes:
+        if self._has_no_room(size):
             return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         descriptor = os.memfd_create("emulated")
         os.ftruncate(descriptor, size)
         self.used_bytes += size
+        self.made.add(os.fstat(descriptor).st_ino)
         return (self._handle(descriptor),)
 
     def _handle(self, descriptor: int) -> int:
@@ -148,7 +175,9 @@ class EmulatedDriver:
         memory[1] -= 1
         if memory[1] == 0:
             os.close(memory[0])
-            self.used_bytes -= memory[2]
+            if inode in self.made:
+                self.made.remove(inode)
+                self.used_bytes -= memory[2]
             del self.memories[inode]
 
     def do_cuMemRelease(self, handle):
@@ -206,6 +235,8 @@ class EmulatedDriver:
         return None
 
     def do_cuMemAlloc(self, size):
+        if self.book is not None and self._has_no_room(size):
+            return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         address = pages.reserve(size)
         descriptor = os.memfd_create("plain")
         os.ftruncate(descriptor, size)
@@ -306,22 +337,26 @@ class EmulatedDriver:
         while any(self.streams.values()):
             assert self.step(), "the streams wait for each other for ever"
 
-    # checkpoint: a test says what happens
+    # checkpoint: a test says what happens; where there is a book, what it lets happen does happen there
 
     checkpoint: Callable[[str, int], Any] = staticmethod(lambda _name, _pid: ())
 
+    def _step(self, name: str, pid: int) -> Any:
+        outcome = self.checkpoint(name, pid)
+        return outcome if self.book is None or isinstance(outcome, real.CUresult) else self.book.step(name, pid)
+
     def do_cuCheckpointProcessLock(self, pid, arguments):
         assert arguments.timeoutMs > 0
-        return self.checkpoint("lock", pid)
+        return self._step("lock", pid)
 
     def do_cuCheckpointProcessCheckpoint(self, pid, arguments):
-        return self.checkpoint("checkpoint", pid)
+        return self._step("checkpoint", pid)
 
     def do_cuCheckpointProcessRestore(self, pid, arguments):
-        return self.checkpoint("restore", pid)
+        return self._step("restore", pid)
 
     def do_cuCheckpointProcessUnlock(self, pid, arguments):
-        return self.checkpoint("unlock", pid)
+        return self._step("unlock", pid)
 
     def do_cuCheckpointProcessGetState(self, pid):
         return (real.CUprocessState.CU_PROCESS_STATE_CHECKPOINTED,)

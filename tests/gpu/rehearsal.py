@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from gpu.emulated import EmulatedDriver
+from gpu.emulated_book import Book
 from omnimodel.memory.devices import cuda_driver
 from omnimodel.memory.devices.cuda_window import CudaWindow
 
@@ -24,8 +25,8 @@ from omnimodel.memory.devices.cuda_window import CudaWindow
 class RehearsalDriver(EmulatedDriver):
     """Adds what the benchmark calls beyond the backend, and streams that proceed by themselves while they may."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, capacity_bytes: int, book: Book | None = None) -> None:
+        super().__init__(capacity_bytes, book=book)
         self.flows = threading.Event()
         self.flows.set()
 

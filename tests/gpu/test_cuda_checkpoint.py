@@ -13,8 +13,8 @@ import cuda.bindings.driver as real
 
 from gpu.emulated import EmulatedDriver
 from omnimodel.errors import LedgerError, ProcessError
-from omnimodel.memory.devices import cuda_checkpoint, cuda_driver
-from omnimodel.memory.devices.cuda_checkpoint import RestoreFailedError, park, state, unpark
+from omnimodel.memory.devices import RestoreFailedError, cuda_checkpoint, cuda_driver
+from omnimodel.memory.devices.cuda_checkpoint import park, state, unpark
 
 REFUSED = real.CUresult.CUDA_ERROR_ILLEGAL_STATE
 

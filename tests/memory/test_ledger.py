@@ -264,15 +264,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.promises.pop(model, None)
         self.expected.pop((model, Kind.PROMISE), None)
 
-    @rule(model=models, size=amounts)
-    def measure(self, model, size):
-        grown = size - self.expected.get((model, Kind.WORKING), 0)
+    @rule(model=models, size=amounts, kind=st.sampled_from([Kind.WORKING, Kind.CONTEXT]))
+    def measure(self, model, size, kind):
+        grown = size - self.expected.get((model, kind), 0)
         if self.total() + grown <= self.device.capacity_bytes:
-            self.device.set(model, Kind.WORKING, size)
-            self.expected[model, Kind.WORKING] = size
+            self.device.set(model, kind, size)
+            self.expected[model, kind] = size
         else:
             with pytest.raises(LedgerError):
-                self.device.set(model, Kind.WORKING, size)
+                self.device.set(model, kind, size)
 
     @rule(model=models)
     def evict(self, model):
@@ -325,7 +325,7 @@ class LedgerMachine(RuleBasedStateMachine):
         surplus = self.device.surplus_frames()
         promised_frames = sum(frames for frames, _ in self.promises.values())
         assert surplus <= max(0, self.device.free_frames - promised_frames)
-        working = self.total(Kind.WORKING) + sum(working for _, working in self.promises.values())
+        working = self.total(Kind.WORKING, Kind.CONTEXT) + sum(working for _, working in self.promises.values())
         assert (self.frames - surplus) * FRAME + working <= self.device.capacity_bytes
 
 

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     FRAMES = "frames"  # weights of a resident model
     PROMISE = "promise"  # of a wake in progress
     WORKING = "working"  # private memory of a process that is resident, or frozen
+    CONTEXT = "context"  # of a process beside frames and working memory, on a device with memory of its own
     QUARANTINE = "quarantine"  # frames that a process may still have mapped
     ARENA = "arena"  # an image in host memory
     PROCESS = "process"  # private memory of a process that is not resident
@@ -312,16 +313,17 @@ class DeviceAccount(Account):
         return owned_bytes // self.frame_bytes
 
     def _physical_bytes(self) -> int:
-        """Bytes of all frames that exist, and of working memory that exists or may come into being at any moment."""
+        """Bytes of all frames that exist, and of other memory that exists or may come into being at any moment."""
         promised_bytes = sum(promise.working_bytes for promise in self._promises.values())
-        return self.frames * self.frame_bytes + self.held_bytes(kind=Kind.WORKING) + promised_bytes
+        others_bytes = self.held_bytes(kind=Kind.WORKING) + self.held_bytes(kind=Kind.CONTEXT)
+        return self.frames * self.frame_bytes + others_bytes + promised_bytes
 
 
 class Ledger:
     """Device and host together.
 
     Args:
-        device_bytes: budget of the device: frames, promises, and working memory of resident processes.
+        device_bytes: budget of the device: frames, promises, working memory of resident processes, and contexts.
         host_bytes: budget of host memory: arena, other processes, zygotes.
         frame_bytes: size of a frame.
     """

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from omnimodel.errors import OmniError
+from omnimodel.errors import OmniError, ProcessError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,42 @@ class Fence(Protocol):
         """Let go of it; no copy may be under way."""
 
 
+class RestoreFailedError(ProcessError):
+    """A process that cannot be brought back: kill it and start it cold."""
+
+
+class Meter(Protocol):
+    """The driver's own word on a device with memory of its own. Calls block; OmniError when it does not answer."""
+
+    def process_bytes(self) -> dict[int, int]:
+        """Bytes of each process on the device, by its pid as this process sees it; who has none is not there."""
+
+    def watts(self) -> float | None:
+        """Power that the device draws now; None where it cannot tell."""
+
+    def joules(self) -> float | None:
+        """Energy that the device has used since the driver was loaded; None where it cannot tell."""
+
+
+class Parking(Protocol):
+    """Takes all that a process has on a device to host memory, and brings it back. Calls block, one at a time."""
+
+    def park(self, pid: int, *, frames_mapped: bool) -> float:
+        """Take it; the process stands still as soon as it uses the device. Seconds that it took.
+
+        Raises:
+            RestoreFailedError: it failed half-way, and the process is to be killed.
+            OmniError: it is refused, and the process runs on.
+        """
+
+    def unpark(self, pid: int) -> float:
+        """Bring it back; its bytes must be free before. Seconds that it took.
+
+        Raises:
+            RestoreFailedError: it cannot be brought back, and the process is to be killed.
+        """
+
+
 class Device(Protocol):
     """The agent's side. Calls block: the agent makes them in a thread. Every call may be made from any thread.
 
@@ -65,6 +101,9 @@ class Device(Protocol):
         pinned_bytes: host memory that it has taken for images, and nobody else can have; 0 when it takes none.
         page_bytes: what an image takes of it is a multiple of this.
         stream_bytes: what an image takes of it that is read while it is copied; 0 where images must be there whole.
+        context_bytes: what a process is expected to hold on it beside frames and working memory.
+        meter: None where its memory is the machine's, or where the driver does not tell; `unmetered` says why then.
+        parking: None where processes cannot be parked.
     """
 
     name: str
@@ -73,6 +112,10 @@ class Device(Protocol):
     pinned_bytes: int
     page_bytes: int
     stream_bytes: int
+    context_bytes: int
+    meter: Meter | None
+    unmetered: str
+    parking: Parking | None
 
     def create(self, count: int) -> list[Frame]:
         """Create frames. Raises LedgerError when the device has no room; then none was created."""

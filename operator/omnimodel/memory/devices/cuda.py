@@ -23,7 +23,7 @@ from typing import Any
 
 from omnimodel.errors import ImageError, LedgerError, OmniError
 from omnimodel.memory.codec_file import read_index
-from omnimodel.memory.devices import Frame
+from omnimodel.memory.devices import Frame, Meter, Parking, cuda_checkpoint
 from omnimodel.memory.devices.available import available_bytes
 from omnimodel.memory.devices.cuda_arena import PAGE_BYTES, Arena
 from omnimodel.memory.devices.cuda_copy import Staged, Step, plan, slot_bytes
@@ -38,6 +38,7 @@ from omnimodel.memory.devices.cuda_driver import (
     ordinal_of,
 )
 from omnimodel.memory.devices.cuda_fence import Fence
+from omnimodel.memory.devices.cuda_meter import open_meter
 from omnimodel.memory.devices.cuda_transfer import CudaCopy, StreamedCopy
 from omnimodel.memory.devices.cuda_unpack import TritonDecoder, Unpacker
 from omnimodel.memory.devices.cuda_window import CudaWindow
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 _SLOTS = 4  # of an image that is read on the way: the disk fills one while others are copied and decoded
 
 FRAME_BYTES = 64 << 20  # Source: docs/gpu.md, "Frame size"
+CONTEXT_BYTES = 640 << 20  # 526 to 528 MiB of a new context, 640 after cuBLAS (H200, driver 580)
 
 
 def _file_bytes(path: str, image_bytes: int | None) -> int:
@@ -94,12 +96,16 @@ class CudaDevice:
 
     on_host = False
     page_bytes = PAGE_BYTES
+    context_bytes = CONTEXT_BYTES
+    parking: Parking | None = cuda_checkpoint
 
     def __init__(self, name: str, frame_bytes: int = FRAME_BYTES, arena_bytes: int | None = None) -> None:
         ordinal = ordinal_of(name)
         self.name = f"cuda:{ordinal}"
         self.frame_bytes = frame_bytes
         self.context = Context(ordinal)
+        self.meter: Meter | None
+        self.meter, self.unmetered = open_meter(self.context.bus_id())
         self._lock = threading.RLock()
         self._property = allocation_property(ordinal)
         self._access = access(ordinal, writable=True)

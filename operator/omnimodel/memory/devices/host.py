@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnimodel.errors import ImageError, LedgerError, OmniError
-from omnimodel.memory.devices import Frame, pages
+from omnimodel.memory.devices import Frame, Meter, Parking, pages
 from omnimodel.memory.devices.available import available_bytes
 
 COPY_CHUNK_BYTES = 4 << 20
@@ -114,6 +114,10 @@ class HostDevice:
     pinned_bytes = 0  # images lie in the page cache
     page_bytes = 1
     stream_bytes = 0
+    context_bytes = 0
+    meter: Meter | None = None  # the kernel tells what a process holds
+    unmetered = ""
+    parking: Parking | None = None
 
     def __init__(self, frame_bytes: int, *, threads: int = 0) -> None:
         if frame_bytes <= 0 or frame_bytes % pages.HUGE_PAGE_BYTES:

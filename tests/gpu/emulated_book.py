@@ -1,0 +1,176 @@
+"""One emulated GPU for several processes: a page of memory that their drivers keep book in, and NVML that reads it.
+
+Each process writes what it holds of the device itself, so that a leak in one shows, and a full device is full for all.
+Processes are told apart by user, start time and the pid in their own namespace, which the kernel tells inside a
+sandbox and outside; NVML finds their pids as the kernel shows them to whoever asks, like the real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import cuda.bindings.driver as real
+
+SLOTS = 4096
+RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
+REFUSED = real.CUresult.CUDA_ERROR_ILLEGAL_STATE
+
+
+class Slot(ctypes.Structure):
+    """What one process has."""
+
+    _fields_ = (
+        ("uid", ctypes.c_uint64),
+        ("ticks", ctypes.c_uint64),
+        ("pid", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("saved", ctypes.c_uint64),  # of a checkpointed one
+        ("imported", ctypes.c_uint64),  # of others, mapped here
+        ("state", ctypes.c_uint64),
+        ("doomed", ctypes.c_uint64),  # it was checkpointed with something mapped: its restore never returns
+    )
+
+
+class Book:
+    """The page, in a file.
+
+    Args:
+        path: of the file; the first who opens it makes it.
+        capacity_bytes: of the device.
+        context_bytes: that each process takes by its context.
+        counts_imports: whether NVML counts what a process has imported from another as its own.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int, context_bytes: int, *, counts_imports: bool = False) -> None:
+        self.capacity_bytes, self.context_bytes = capacity_bytes, context_bytes
+        self.counts_imports = counts_imports
+        size = SLOTS * ctypes.sizeof(Slot)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, size)
+        self._page = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        self.slots = (Slot * SLOTS).from_buffer(self._page)
+        self._own: tuple[int, Slot] | None = None
+
+    def own(self) -> Slot:
+        """Of this process, which a fork of it does not have."""
+        if self._own is None or self._own[0] != os.getpid():
+            identity = _identity(Path("/proc/self"))
+            slot = self.slots[_place(identity)]
+            slot.uid, slot.ticks, slot.pid = identity
+            self._own = os.getpid(), slot
+        return self._own[1]
+
+    def record(self, held_bytes: int, imported_bytes: int) -> None:
+        """Write what this process has."""
+        own = self.own()
+        own.bytes, own.imported = held_bytes, imported_bytes
+
+    def used_bytes(self) -> int:
+        """Of all processes."""
+        return sum(slot.bytes for slot in self.slots if slot.ticks)
+
+    def wait_until_running(self) -> None:
+        """As a call of the driver does in a process that is locked or checkpointed."""
+        own = self.own()
+        while own.state != RUNNING:
+            time.sleep(0.001)
+
+    def processes(self) -> Iterator[tuple[int, Slot]]:
+        """Pids with their slots; the slots of those that are gone are given back."""
+        gone = {index for index, slot in enumerate(self.slots) if slot.ticks}
+        for name in os.listdir("/proc"):
+            if not name.isdecimal():
+                continue
+            with suppress(OSError):
+                identity = _identity(Path(f"/proc/{name}"))
+                slot = self.slots[_place(identity)]
+                if (slot.uid, slot.ticks, slot.pid) == identity:
+                    gone.discard(_place(identity))
+                    yield int(name), slot
+        for index in gone:
+            ctypes.memset(ctypes.byref(self.slots[index]), 0, ctypes.sizeof(Slot))
+
+    def step(self, name: str, pid: int) -> object:
+        """One step of a checkpoint or restore of another process, with the driver's own result."""
+        slot = dict(self.processes()).get(pid)
+        if slot is None:
+            return real.CUresult.CUDA_ERROR_INVALID_VALUE
+        if name == "lock" and slot.state == RUNNING:
+            slot.state = LOCKED
+        elif name == "checkpoint" and slot.state == LOCKED:
+            slot.saved, slot.bytes, slot.doomed = slot.bytes, 0, slot.imported > 0
+            slot.state = CHECKPOINTED
+        elif name == "restore" and slot.state == CHECKPOINTED:
+            while slot.doomed and pid in dict(self.processes()):
+                time.sleep(0.01)
+            if self.used_bytes() + slot.saved > self.capacity_bytes:
+                return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+            slot.bytes, slot.saved, slot.state = slot.saved, 0, LOCKED
+        elif name == "unlock" and slot.state == LOCKED:
+            slot.state = RUNNING
+        else:
+            return REFUSED
+        return ()
+
+
+def _place(identity: tuple[int, int, int]) -> int:
+    return zlib.crc32(repr(identity).encode()) % SLOTS
+
+
+def _identity(process: Path) -> tuple[int, int, int]:
+    """User, start time and innermost pid of a process that has not ended."""
+    fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+    if fields[0] in b"ZX":
+        raise ProcessLookupError(process)
+    status = dict(row.split(":", 1) for row in (process / "status").read_text().splitlines())
+    return int(status["Uid"].split()[0]), int(fields[19]), int(status["NSpid"].split()[-1])
+
+
+class EmulatedNvml:
+    """Stands in for the module `pynvml`."""
+
+    class NVMLError(Exception):
+        """What the real one raises."""
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self.milliwatts, self.millijoules = 120_000, 5_000_000
+        self.silent = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        """Nothing."""
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id: bytes) -> str:  # noqa: N802
+        """The only device."""
+        return bus_id.decode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        """Of all."""
+        return SimpleNamespace(used=self.book.used_bytes())
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
+        """Processes that have a context."""
+        if self.silent:
+            raise self.NVMLError("GPU is lost")
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=slot.bytes + (slot.imported if self.book.counts_imports else 0))
+            for pid, slot in self.book.processes()
+            if slot.bytes
+        ]
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        """In milliwatts."""
+        return self.milliwatts
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        """In millijoules."""
+        return self.millijoules
