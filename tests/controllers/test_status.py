@@ -13,6 +13,7 @@ from omnimodel.errors import CURES, OmniError, Reason, advised
 from omnimodel.placement.assignment import Finding
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport
 
+DRAWING = {"context_bytes": 30, "power_watts": 310.52, "energy_joules": 99.96}
 PROCESS = ProcessReport("a-1", 4711, "ready", 1000.0, 20 << 20, 0, "namespaces", ("swap limits",), "/sys/fs/cgroup/a")
 SERVING = ModelReport(
     "default", "a", 3, "resident", "serving", ready=True, weights_bytes=100, working_bytes=20, device_bytes=120,
@@ -183,3 +184,17 @@ def test_process_status() -> None:
     ProcessStatus.model_validate(status)
     assert (status["state"], status["pid"], status["isolationMissing"]) == ("ready", 4711, ["swap limits"])
     assert process_status(None)["state"] == "stopped"
+
+
+def test_power_and_energy_are_said_by_who_measured_them_and_by_nobody_of_all_pods() -> None:
+    report = replace(POOL, **DRAWING)
+    entry = pod_entry("default-0", report)
+    assert (entry["contextBytes"], entry["powerWatts"], entry["energyJoules"]) == (30, 310.5, 100.0)
+    arguments = {"generation": 1, "models": 1, "refusal": None, "before": {}, "now_seconds": 2000.0}
+    alone = pool_status(report=report, **arguments)
+    assert (alone["contextBytes"], alone["powerWatts"], alone["energyJoules"]) == (30, 310.5, 100.0)
+    composed = pool_status(report=pool_report("default", [entry, entry]), **arguments)
+    assert composed["contextBytes"] == 60
+    assert "powerWatts" not in composed
+    assert "powerWatts" not in pod_entry("default-0", POOL)
+    PoolStatus.model_validate({**alone, "pods": [entry]})

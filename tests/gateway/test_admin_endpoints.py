@@ -208,7 +208,10 @@ async def test_metrics_tell_requests_waits_tiers_and_swaps(full: World) -> None:
 async def test_no_two_samples_are_of_the_same_series(full: World) -> None:
     """A model in two pods, and one of the same name in another namespace."""
     here = omnimodel("smollm2", pod="default-0", tier="resident", wakes=3, lastWakeSeconds=0.25)
-    here["status"]["residency"].append({"pod": "default-1", "tier": "warm", "wakes": 2, "lastWakeSeconds": 0.5})
+    here["status"]["residency"].append(
+        {"pod": "default-1", "tier": "warm", "wakes": 2, "lastWakeSeconds": 0.5, "wakeSeconds": 0.9, "hostBytes": 20,
+         "lastWakeBytesPerSecond": 55_300_000_000}
+    )  # fmt: skip
     there = omnimodel("smollm2", pod="default-0", tier="warm", wakes=7)
     there["metadata"]["namespace"] = "team"
     full.system.kinds["OmniModel"] = [here, there]
@@ -222,7 +225,20 @@ async def test_no_two_samples_are_of_the_same_series(full: World) -> None:
     assert found[sample("omni_swaps_total", model="smollm2", pod="default-1", cause="wake")] == 2
     assert found[sample("omni_swaps_total", model="team/smollm2", pod="default-0", cause="wake")] == 7
     assert found[sample("omni_last_wake_seconds", model="smollm2", pod="default-1")] == 0.5
+    assert found[sample("omni_wake_seconds_total", model="smollm2", pod="default-1")] == 0.9
+    assert found[sample("omni_last_wake_bytes_per_second", model="smollm2", pod="default-1")] == 55.3e9
+    assert found[sample("omni_model_bytes", model="smollm2", pod="default-1", memory="host")] == 20
     assert found[sample("omni_pool_overcommit_ratio", pool="team/default")] == 3.5
+
+
+async def test_power_and_energy_of_a_device_are_told_where_they_are_known(full: World) -> None:
+    (pool,) = full.system.kinds["OmniPool"]
+    assert not [name for name, _ in await metrics_of(full) if name.startswith("omni_device")]
+    entry = {"pod": "default-0", "powerWatts": 1.0}  # of an agent in a cluster, and old: it tells the latest itself
+    pool["status"] |= {"device": "cuda:0", "powerWatts": 310.5, "energyJoules": 184320.0, "pods": [entry]}
+    found = await metrics_of(full)
+    assert found[sample("omni_device_power_watts", pool="default", device="cuda:0")] == 310.5
+    assert found[sample("omni_device_energy_joules_total", pool="default", device="cuda:0")] == 184320.0
 
 
 async def test_the_oldest_waiter_has_an_age(full: World) -> None:

@@ -13,6 +13,8 @@ Tier = Annotated[Literal["resident", "warm", "parked", "cold"], choice("resident
 ByteCount = Annotated[int, whole(0, 2**62, "bytes")]
 Counter = Annotated[int, whole(0, 2**62)]
 Seconds = Annotated[float, number(0, 1e12)]
+Watts = Annotated[float, number(0, 1e6)]
+Joules = Annotated[float, number(0, 1e15)]
 ObservedGeneration = Annotated[int, whole(-1, 2**62)]  # -1: kstatus takes an object without one for done
 
 
@@ -60,6 +62,12 @@ class ResidencyEntry(Observed):
         examples=[{"request": 3, "room": 2}],
     )
     last_wake_seconds: Seconds = Field(default=0, description="How long the last wake took.", examples=[0.021])
+    wake_seconds: Seconds = Field(default=0, description="How long all its wakes took together.", examples=[0.064])
+    last_wake_bytes_per_second: Counter = Field(
+        default=0,
+        description="At which the last wake copied; 0 when nothing was missing.",
+        examples=[55300000000],
+    )
     reason: Annotated[str, plain(128)] = Field(
         default="", description="Why it is there, one word.", examples=["Evicted"]
     )
@@ -164,8 +172,17 @@ class PodEntry(Observed):
     resident_bytes: ByteCount = Field(default=0, description="Device memory that models hold.", examples=[402653184])
     promised_bytes: ByteCount = Field(default=0, description="Device memory promised to wakes.", examples=[0])
     working_bytes: ByteCount = Field(default=0, description="Working memory of resident models.", examples=[67108864])
+    context_bytes: ByteCount = Field(
+        default=0, description="Device memory of processes beside that: their contexts.", examples=[671088640]
+    )
     free_bytes: ByteCount = Field(default=0, description="Device memory that is free.", examples=[67108864])
     footprint_bytes: ByteCount = Field(default=0, description="Footprints of its models.", examples=[1610612736])
+    power_watts: Watts = Field(
+        default=0, description="What its device drew when this entry was written; 0 when unknown.", examples=[310.5]
+    )
+    energy_joules: Joules = Field(
+        default=0, description="What its device had used by then since its driver was loaded.", examples=[184320.0]
+    )
     host_budget_bytes: ByteCount = Field(default=0, description="Its host memory.", examples=[4294967296])
     host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])
     arena_bytes: ByteCount = Field(default=0, description="Of it, the images that wait.", examples=[805306368])
@@ -204,9 +221,18 @@ class PoolStatus(Observed):
     resident_bytes: ByteCount = Field(default=0, description="Device memory that models hold.", examples=[402653184])
     promised_bytes: ByteCount = Field(default=0, description="Device memory promised to wakes under way.", examples=[0])
     working_bytes: ByteCount = Field(default=0, description="Working memory of resident models.", examples=[67108864])
+    context_bytes: ByteCount = Field(
+        default=0, description="Device memory of processes beside that: their contexts.", examples=[671088640]
+    )
     free_bytes: ByteCount = Field(default=0, description="Device memory that is free.", examples=[67108864])
     footprint_bytes: ByteCount = Field(
         default=0, description="Sum of the footprints of all models.", examples=[1610612736]
+    )
+    power_watts: Watts = Field(
+        default=0, description="What the device of one machine draws; 0 when unknown.", examples=[310.5]
+    )
+    energy_joules: Joules = Field(
+        default=0, description="What it has used since its driver was loaded.", examples=[184320.0]
     )
     host_budget_bytes: ByteCount = Field(default=0, description="Host memory of the pool.", examples=[4294967296])
     host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])

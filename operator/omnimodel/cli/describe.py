@@ -83,7 +83,7 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"  {entry.get('pod', '-')}: {entry.get('tier')}, "
             f"{output.size(entry.get('deviceBytes'))} on the device, {output.size(entry.get('hostBytes'))} of host, "
-            f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}), "
+            f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}{_rate(entry)}), "
             f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, "
             f"{entry.get('requests', 0)} served"
         )
@@ -91,6 +91,12 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {entry['message']}"
         if entry.get("store"):
             yield f"    its image is in the published store {entry['store']}"
+
+
+def _rate(entry: Mapping[str, Any]) -> str:
+    """How fast the last wake copied, where it had to."""
+    rate = entry.get("lastWakeBytesPerSecond")
+    return f" at {rate / 1e9:.1f} GB/s" if rate else ""
 
 
 def _source(source: Mapping[str, Any]) -> str:
@@ -108,6 +114,8 @@ def _pool_lines(pool: Mapping[str, Any]) -> Iterator[str]:
         f"  {output.size(status.get('residentBytes'))} of {output.size(status.get('budgetBytes'))} resident on "
         f"{status.get('device', '-')}, over-commit {float(status.get('overcommitRatio') or 0):.2f}"
     )
+    if status.get("powerWatts"):
+        yield f"  draws {status['powerWatts']:.0f} W, {float(status.get('energyJoules') or 0) / 3.6e6:.2f} kWh so far"
     store = status.get("store") or {}
     if store.get("path"):
         free, capacity = output.size(store.get("freeBytes")), output.size(store.get("capacityBytes"))

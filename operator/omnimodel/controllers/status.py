@@ -204,6 +204,8 @@ def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[st
         # Left out when empty: applied over one with causes, an empty map would become null, which is refused.
         **({"swaps": report.swaps} if report.swaps else {}),
         "lastWakeSeconds": report.last_wake_seconds,
+        "wakeSeconds": round(report.wake_seconds, 3),
+        "lastWakeBytesPerSecond": report.last_wake_bytes_per_second,
         "reason": report.reason,
         "message": report.message,
         "store": report.store,
@@ -257,8 +259,10 @@ def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = (), pod_uid:
         "residentBytes": report.resident_bytes,
         "promisedBytes": report.promised_bytes,
         "workingBytes": report.working_bytes,
+        "contextBytes": report.context_bytes,
         "freeBytes": report.free_bytes,
         "footprintBytes": report.footprint_bytes,
+        **_drawn(report),
         "hostBudgetBytes": report.host_budget_bytes,
         "hostBytes": report.host_bytes,
         "arenaBytes": report.arena_bytes,
@@ -266,6 +270,16 @@ def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = (), pod_uid:
         "store": _store(report),
         "images": list(images),
     }
+
+
+def _drawn(report: PoolReport) -> dict[str, Any]:
+    """Power and energy, where somebody knows them.
+
+    An agent's entry has them as of when it was written, which is when something else changed. What is said of all pods
+    of a cluster has none: it would be made of such entries. Agents themselves tell the latest, in their metrics.
+    """
+    found = {"powerWatts": round(report.power_watts, 1), "energyJoules": round(report.energy_joules, 1)}
+    return found if any(found.values()) else {}
 
 
 def _store(report: PoolReport) -> dict[str, Any]:
@@ -301,6 +315,7 @@ def pool_report(pool: str, entries: Sequence[Mapping[str, Any]]) -> PoolReport |
         host_budget_bytes=total("hostBudgetBytes"),
         host_bytes=total("hostBytes"),
         arena_bytes=total("arenaBytes"),
+        context_bytes=total("contextBytes"),
         footprint_bytes=total("footprintBytes"),
         isolation_level=str(least.get("level", "")),
         isolation_missing=tuple(least.get("missing", ())),
@@ -360,7 +375,9 @@ def pool_status(
         "residentBytes": report.resident_bytes,
         "promisedBytes": report.promised_bytes,
         "workingBytes": report.working_bytes,
+        "contextBytes": report.context_bytes,
         "freeBytes": report.free_bytes,
+        **_drawn(report),
         "hostBudgetBytes": report.host_budget_bytes,
         "hostBytes": report.host_bytes,
         "arenaBytes": report.arena_bytes,

@@ -118,6 +118,11 @@ class _Reported(Collector):
             "omni_swaps", "Wakes and evictions by model, pod and cause.", labels=["model", "pod", "cause"]
         )
         wake = GaugeMetricFamily("omni_last_wake_seconds", "How long the last wake took.", labels=["model", "pod"])
+        rate = GaugeMetricFamily(
+            "omni_last_wake_bytes_per_second", "At which the last wake copied.", labels=["model", "pod"]
+        )
+        waking = CounterMetricFamily("omni_wake_seconds", "How long wakes took in all.", labels=["model", "pod"])
+        held_by = GaugeMetricFamily("omni_model_bytes", "Bytes a model holds.", labels=["model", "pod", "memory"])
         for item in self._admin.objects("OmniModel"):
             name = _name(item)
             for pod, entry in _by_pod(item).items():
@@ -126,29 +131,42 @@ class _Reported(Collector):
                 for memory in ("device", "host"):
                     held_bytes = int(entry.get(f"{memory}Bytes") or 0)
                     tier_bytes[tier, memory] = tier_bytes.get((tier, memory), 0) + held_bytes
+                    held_by.add_metric([name, pod, memory], held_bytes)
                 for cause, count in _swaps(entry).items():
                     swaps.add_metric([name, pod, cause], count)
                 if entry.get("lastWakeSeconds"):
                     wake.add_metric([name, pod], float(entry["lastWakeSeconds"]))
+                    rate.add_metric([name, pod], float(entry.get("lastWakeBytesPerSecond") or 0))
+                    waking.add_metric([name, pod], float(entry.get("wakeSeconds") or 0))
         by_tier = GaugeMetricFamily("omni_models", "Models by tier.", labels=["tier"])
         held = GaugeMetricFamily("omni_tier_bytes", "Bytes that models of a tier hold.", labels=["tier", "memory"])
         for tier, count in tiers.items():
             by_tier.add_metric([tier], count)
         for (tier, memory), held_bytes in tier_bytes.items():
             held.add_metric([tier, memory], held_bytes)
-        return by_tier, held, swaps, wake
+        return by_tier, held, held_by, swaps, wake, waking, rate
 
     def _pools(self) -> Iterable[Metric]:
         size = GaugeMetricFamily("omni_pool_bytes", "Device bytes of a pool.", labels=["pool", "kind"])
         ratio = GaugeMetricFamily("omni_pool_overcommit_ratio", "Sum of footprints / budget.", labels=["pool"])
+        power = GaugeMetricFamily("omni_device_power_watts", "What a device draws.", labels=["pool", "device"])
+        energy = CounterMetricFamily(
+            "omni_device_energy_joules",
+            "What a device has used since its driver was loaded.",
+            labels=["pool", "device"],
+        )
         for item in self._admin.objects("OmniPool"):
             name, status = _name(item), item.get("status") or {}
-            for kind in ("budget", "resident", "promised", "working", "free"):
+            for kind in ("budget", "resident", "promised", "working", "context", "free"):
                 if status.get(f"{kind}Bytes") is not None:
                     size.add_metric([name, kind], float(status[f"{kind}Bytes"]))
             if status.get("overcommitRatio") is not None:
                 ratio.add_metric([name], float(status["overcommitRatio"]))
-        return size, ratio
+            if status.get("powerWatts") is not None:
+                labels = [name, str(status.get("device") or "")]
+                power.add_metric(labels, float(status["powerWatts"]))
+                energy.add_metric(labels, float(status.get("energyJoules") or 0))
+        return size, ratio, power, energy
 
 
 def _name(item: Mapping[str, Any]) -> str:

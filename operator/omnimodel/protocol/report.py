@@ -38,6 +38,8 @@ class ModelReport:
         swaps: wakes and evictions by cause: `request`, `preload`, `check` (its known answer), `hand`, `room` (for
             another), `freeze`, `idle`, `host` (host memory is short), `end`.
         served, failed: requests since the agent began.
+        wake_seconds: of all wakes together.
+        last_wake_bytes_per_second: at which the last wake copied; 0 when nothing was missing.
         last_request_seconds, since_seconds: Unix time; 0 for never.
         store: the published store that its image comes from; empty for the agent's own.
     """
@@ -63,6 +65,8 @@ class ModelReport:
     evictions: int = 0
     swaps: dict[str, int] = field(default_factory=dict)
     last_wake_seconds: float = 0.0
+    wake_seconds: float = 0.0
+    last_wake_bytes_per_second: int = 0
     last_request_seconds: float = 0.0
     since_seconds: float = 0.0
     store: str = ""
@@ -73,7 +77,12 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The pool on one agent: bytes of the ledger, the isolation that was reached, and its store's folder and volume."""
+    """The pool on one agent: bytes of the ledger, the isolation that was reached, and its store's folder and volume.
+
+    Args:
+        context_bytes: of the device, what processes hold beside frames and working memory.
+        power_watts, energy_joules: of the device a moment ago, and since its driver was loaded; 0 when nobody knows.
+    """
 
     pool: str
     node: str
@@ -95,6 +104,9 @@ class PoolReport:
     store_path: str = ""
     store_bytes: int = 0
     store_free_bytes: int = 0
+    context_bytes: int = 0
+    power_watts: float = 0.0
+    energy_joules: float = 0.0
 
 
 @dataclass(frozen=True)
