@@ -1,11 +1,14 @@
-"""The heap of a zygote has no holes when models are forked from it."""
+"""The heap of a zygote has no holes when models are forked from it, and a process has its share of a GPU."""
 
 import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from omnimodel.runtime.allocator import bound_device
 
 OPERATOR = Path(__file__).parents[2] / "operator"
 
@@ -46,3 +49,18 @@ def test_after_the_holes_are_filled_blocks_come_from_the_end_of_the_heap():
     assert int(before) > 8 << 20
     assert int(after) < 1 << 18
     assert beyond == "True"
+
+
+def test_torch_is_told_what_share_of_the_gpu_a_process_may_have(monkeypatch):
+    told = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_device_properties=lambda _: SimpleNamespace(total_memory=80 << 30),
+        set_per_process_memory_fraction=lambda share, device: told.append((share, device)),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    for limit_bytes in (20 << 30, 0, 90 << 30):
+        bound_device(limit_bytes)
+    cuda.is_initialized = lambda: False
+    bound_device(20 << 30)
+    assert told == [(0.25, 0), (1.0, 0)]

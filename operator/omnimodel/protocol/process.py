@@ -81,10 +81,12 @@ class Wake:
     Args:
         frames: their ids.
         fence_base: what the fence says when nothing of the image has arrived; None when all of it has.
+        working_bytes: device memory that the process may have beside them; 0 where that is host memory.
     """
 
     frames: list[int]
     fence_base: int | None = None
+    working_bytes: int = 0
     op: Literal["wake"] = "wake"
 
 

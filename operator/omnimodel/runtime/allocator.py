@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # Source: glibc's malloc.h
 _MMAP_BYTES = 8 << 20
@@ -28,6 +29,20 @@ def bound_retention() -> None:
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
     mallopt(_M_ARENA_MAX, 1)
+
+
+def bound_device(limit_bytes: int) -> None:
+    """Have torch refuse more memory of the process's GPU than that.
+
+    What is too much is then an error of one request. The agent, which asks the driver, would end the process for it.
+
+    Args:
+        limit_bytes: of what torch allocates, frames left out; 0 for no other limit than there was.
+    """
+    torch = sys.modules.get("torch")
+    if limit_bytes and torch is not None and torch.cuda.is_initialized():
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), 0)
 
 
 class _Statistics(ctypes.Structure):

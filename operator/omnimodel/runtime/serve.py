@@ -36,7 +36,7 @@ from omnimodel.protocol.process import (
     encode,
 )
 from omnimodel.runtime import engines
-from omnimodel.runtime.allocator import bound_retention
+from omnimodel.runtime.allocator import bound_device, bound_retention
 from omnimodel.runtime.application import BACKLOG, Traffic, application
 from omnimodel.runtime.engines.foreign import ForeignEngine
 from omnimodel.runtime.engines.sleeping import SleepingEngine
@@ -209,6 +209,7 @@ class _Process:
             return {"tier": self._tier}
         self._tier = ""
         if isinstance(command, Wake):
+            bound_device(command.working_bytes)
             values = dict(engine.wake(descriptors, command.fence_base))
             traffic.resident = True
             self._tier = "resident"
