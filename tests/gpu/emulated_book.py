@@ -36,6 +36,7 @@ class Slot(ctypes.Structure):
         ("imported", ctypes.c_uint64),  # of others, mapped here
         ("state", ctypes.c_uint64),
         ("doomed", ctypes.c_uint64),  # it was checkpointed with something mapped: its restore never returns
+        ("told", ctypes.c_uint64),  # to go on, by a test
     )
 
 

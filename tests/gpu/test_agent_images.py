@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from agent.test_quantized import LAYERS, WIDE, layers, manifest  # noqa: F401
 from agent.world import MIB, World
-from gpu.test_agent import gpu, pool  # noqa: F401
+from gpu.machine import CONTEXT_BYTES, pool
+from gpu.test_agent import gpu  # noqa: F401
 from omnimodel.agent import supply
 from omnimodel.memory.devices.cuda_copy import slot_bytes
 from omnimodel.memory.ledger import Kind
@@ -82,7 +83,7 @@ async def test_models_are_packed_and_answer_the_same_before_and_after_every_swap
     for _ in range(3):
         for name, (_, answer) in models.items():
             assert await world.ask(name) == answer  # to the bit: a weight off by one in its last place shows
-            assert world.report(name).device_bytes == (12 + WORKING_MIB) * MIB
+            assert world.report(name).device_bytes == (12 + WORKING_MIB) * MIB + CONTEXT_BYTES
             check(world)
     assert sum(world.instance(name).evictions for name in models) >= 6
     arena = world.broker.memory.arena

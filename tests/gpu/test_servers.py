@@ -23,8 +23,9 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 import psutil
 
 from agent.world import MIB, World
+from gpu.machine import DEVICE_BYTES, pool
 from gpu.servers.standin import tensors
-from gpu.test_agent import DEVICE_BYTES, gpu, pool  # noqa: F401  (a fixture)
+from gpu.test_agent import gpu  # noqa: F401  (a fixture)
 from omnimodel.agent import opened
 from omnimodel.agent.moves import DeviceMemory
 from omnimodel.memory.ledger import Kind

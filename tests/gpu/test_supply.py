@@ -48,7 +48,7 @@ def gpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("device", "budget_bytes", "frame_bytes"),
     [
-        pytest.param({"type": "cuda"}, 32 * GIB, 64 << 20, id="left to the machine"),
+        pytest.param({"type": "cuda"}, 36 * GIB, 64 << 20, id="left to the machine"),
         pytest.param({"type": "cuda", "memory": "50%"}, 20 * GIB, 64 << 20, id="a share of the device"),
         pytest.param({"type": "cuda", "memory": "3Gi", "frameSize": "32Mi"}, 3 * GIB, 32 << 20, id="quantities"),
         pytest.param({"type": "cuda", "memory": 100 << 20}, 64 << 20, 64 << 20, id="whole frames"),

@@ -27,6 +27,7 @@ class Case:
     what: str
     models: dict[str, IdleModel]
     evict: str = ""
+    park: str = ""
     stop: str = ""
     again_in: float | None = None
     constants: IdleConstants = DEFAULTS
@@ -44,6 +45,17 @@ CASES = [
     Case("and then goes", {"a": warm(300)}, stop="a"),
     Case("idleTier warm: its process stays", {"a": warm(9e9, idle_tier="warm")}),
     Case("evicted with requests held or frozen: it stays", {"a": warm(600, busy=True)}),
+    Case("beside a device it is parked first", {"a": warm(29, parks=True)}, again_in=1.0),
+    Case("parked when that time is over", {"a": warm(30, parks=True)}, park="a", again_in=270.0),
+    Case("idleTier warm: it is not parked for being idle", {"a": warm(9e9, parks=True, idle_tier="warm")}),
+    Case("parked or not, it goes in the end", {"a": warm(300, parks=True)}, stop="a"),
+    Case(
+        "one that the host has no room for is not parked before it goes",
+        {"a": warm(40, parks=True)},
+        stop="a",
+        again_in=260.0,
+        constants=IdleConstants(warm_processes=0),
+    ),
     Case(
         "more processes than the host has room for: the longest unused goes",
         {"a": warm(5, idle=70), "b": warm(5, idle=90), "c": warm(5, idle=80)},
@@ -69,7 +81,8 @@ def test_idle(case: Case) -> None:
     assert sorted(step.evict) == sorted(case.evict)
     assert sorted(step.stop) == sorted(case.stop)
     assert step.look_again_at == (None if case.again_in is None else NOW + case.again_in)
-    assert set(step.reasons) == {*step.evict, *step.stop}
+    assert sorted(step.park) == sorted(case.park)
+    assert set(step.reasons) == {*step.evict, *step.park, *step.stop}
 
 
 def test_an_answer_longer_than_idle_after_counts_from_its_last_byte() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance, State
@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 _SECONDS = 1.0
 
 
+async def _nothing() -> None:
+    """Where the device is host memory, nothing else is to be looked after."""
+
+
 class Accounting:
     """Measures processes and zygotes, and asks for host memory when there is too little.
 
@@ -27,6 +31,7 @@ class Accounting:
         instances: all there are.
         zygote_bytes: measures the private memory of all zygotes.
         give_up: frees about so many bytes of host memory; asked again as long as there are too few.
+        watch: looks after what processes hold on the device.
     """
 
     def __init__(
@@ -35,11 +40,13 @@ class Accounting:
         instances: Mapping[str, Instance],
         zygote_bytes: Callable[[], int],
         give_up: Callable[[int], object],
+        watch: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         self._memory = memory
         self._instances = instances
         self._zygote_bytes = zygote_bytes
         self._give_up = give_up
+        self._watch = watch
         self._over = False
 
     async def run(self) -> None:
@@ -50,6 +57,7 @@ class Accounting:
                 for instance in list(self._instances.values()):
                     await self.measure(instance)
                 self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+                await self._watch()
             except Exception:
                 log.exception("not_measured")
 

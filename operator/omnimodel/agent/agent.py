@@ -237,9 +237,11 @@ class Agent:
         )
 
     def _instance(self, spec: dict[str, Any], name: str) -> Instance:
-        return Instance(
+        instance = Instance(
             name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited, keep=self._provide
         )
+        instance.context_bytes = self._broker.memory.device.context_bytes
+        return instance
 
     def _provide(self, instance: Instance) -> None:
         on_host = self._broker.memory.device.on_host  # who wrote last into frames of a GPU, no later agent could say
@@ -382,6 +384,9 @@ class Agent:
             store_path=str(self.layout.kept),
             store_bytes=room.capacity_bytes,
             store_free_bytes=room.free_bytes,
+            context_bytes=account.device.total_bytes(Kind.CONTEXT),
+            power_watts=opened.broker.moves.contexts.watts or 0.0,
+            energy_joules=opened.broker.moves.contexts.joules or 0.0,
         )
 
     async def wait_changed(self) -> None:

@@ -60,13 +60,14 @@ class Broker:
         self._budget_bytes = memory.ledger.device.capacity_bytes
         self._changed = changed
         self._drains: list[Drain] = []
-        self.accounting = Accounting(memory, self.instances, zygote_bytes, self._relieve_host)
+        self.accounting = Accounting(memory, self.instances, zygote_bytes, self._relieve_host, self._watch_device)
         self.moves = Moves(
             memory,
             events,
             self.instances,
             worth=self._worth_of_image,
             relieve=self._relieve_host,
+            vacate=self._vacate_device,
             measure=self.accounting.measure,
             changed=self.kick,
         )
@@ -155,18 +156,25 @@ class Broker:
                 times.append(step.look_again_at)
                 break
             self._apply(step)
+        self._keep_spare()
         return min((at for at in times if at is not None), default=None)
+
+    def _keep_spare(self) -> None:
+        """Park a process ahead, so that the next one that comes to the device finds room for its context."""
+        short_bytes = self.memory.device.context_bytes - self.memory.ledger.device.free_bytes
+        if self.memory.device.context_bytes and short_bytes > 0 and self.moves.loads.copying is None:
+            self._vacate_device(short_bytes, needed=False)
 
     def _grant_unknown(self) -> None:
         """Give models whose size is not known yet a working memory to be measured under: what the kept ones leave."""
         kept_bytes = sum(
-            instance.weights_bytes + instance.working_bytes
+            instance.weights_bytes + instance.beside_bytes
             for instance in self.instances.values()
             if instance.residency.keep_resident and instance.measured
         )
         for instance in self.instances.values():
             if not instance.measured and not instance.held_bytes:
-                room_bytes = self.budget_bytes - kept_bytes - instance.weights_bytes
+                room_bytes = self.budget_bytes - kept_bytes - instance.weights_bytes - instance.context_bytes
                 instance.working_bytes = max(SMALLEST_WORKING_BYTES, min(room_bytes, LARGEST_GRANT_BYTES))
 
     @staticmethod
@@ -175,8 +183,8 @@ class Broker:
         return bool(instance.blocked) or (instance.state is not State.RESIDENT and instance.wanted)
 
     def _free_bytes(self) -> int:
-        quarantined_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE)
-        return free_bytes(self.instances, self._drains, self.budget_bytes, quarantined_bytes)
+        lost_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE) + self.moves.contexts.lost_bytes
+        return free_bytes(self.instances, self._drains, self.budget_bytes, lost_bytes)
 
     def _refuse(self, blocked: dict[str, str]) -> None:
         """Answer at once for models that can never be resident as things are."""
@@ -224,6 +232,8 @@ class Broker:
                 continue
             if not instance.wanted or instance.blocked:
                 continue
+            if instance.context_bytes > self.memory.ledger.device.free_bytes and not instance.foreign:
+                continue  # its wake starts it, when its room has been made
             retry_at = instance.failures.retry_at_seconds
             if now >= retry_at:
                 self.moves.start(instance)
@@ -237,6 +247,8 @@ class Broker:
         warm_bytes = max(0, host.capacity_bytes - host.held_bytes(kind=Kind.ZYGOTE))
         constants = replace(self.idle_constants, warm_bytes=warm_bytes)
         step = idle_steps(now, idle_models(self.instances.values(), self.moves), constants)
+        for name in sorted(step.park):
+            self.moves.park(self.instances[name], step.reasons[name], needed=False)
         for name in sorted({*step.evict, *step.stop}):
             instance = self.instances[name]
             self.moves.step_off(instance, step.reasons[name], "idle", stop=name in step.stop)
@@ -278,7 +290,9 @@ class Broker:
         warm = [
             instance
             for instance in self.instances.values()
-            if instance.state is State.WARM and not instance.line.busy and instance.name not in self.moves
+            if instance.state in {State.WARM, State.PARKED}
+            and not instance.line.busy
+            and instance.name not in self.moves
         ]
         for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
             if coming_bytes >= short_bytes:
@@ -286,6 +300,42 @@ class Broker:
             self.moves.step_off(instance, "host memory is short", "host", stop=True)
             coming_bytes += host.held_bytes(instance.name, Kind.PROCESS)
         return coming_bytes > 0
+
+    def _vacate_device(self, short_bytes: int, *, needed: bool = True) -> bool:
+        """Park warm processes, those that are missed least, since device memory is short.
+
+        Args:
+            short_bytes: how much.
+            needed: what cannot be parked ends, and who is wanted is parked, too.
+
+        Returns:
+            Whether any bytes are free now that were not, or will be in a moment.
+        """
+        account = self.memory.ledger.device
+        going = (i for i in self.instances.values() if i.name in self.moves and i.state in {State.STARTING, State.WARM})
+        coming_bytes = sum(account.held_bytes(instance.name, Kind.CONTEXT) for instance in going)
+        warm = [
+            instance
+            for instance in self.instances.values()
+            if instance.state is State.WARM
+            and instance.name not in self.moves
+            and (needed or (self.moves.parks.can(instance) and instance.verified and not instance.wanted))
+        ]
+        for instance in sorted(warm, key=lambda i: (i.wanted, i.residency.priority, i.line.last_arrival_seconds)):
+            held_bytes = account.held_bytes(instance.name, Kind.CONTEXT)
+            if coming_bytes >= short_bytes:
+                break
+            if held_bytes:
+                self.moves.park(instance, "its device memory is needed", needed=needed)
+                coming_bytes += held_bytes
+        return coming_bytes > 0
+
+    async def _watch_device(self) -> None:
+        """End processes that hold more of the device than they may."""
+        at_rest = [instance for instance in self.instances.values() if instance.name not in self.moves]
+        for instance, error in await self.moves.contexts.watch(at_rest):
+            if instance.name not in self.moves:
+                await instance.kill(error)
 
     # What controllers ask
 

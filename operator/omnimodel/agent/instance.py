@@ -50,6 +50,7 @@ class State(StrEnum):
     RESIDENT = "resident"
     EVICTING = "evicting"
     FROZEN = "frozen"
+    PARKED = "parked"
     STOPPING = "stopping"
 
 
@@ -100,6 +101,8 @@ class Instance:
         self.verified = False
         self.measured = False
         self.working_bytes = 0
+        self.context_bytes = 0  # what its process holds on the device beside frames and working memory
+        self.unparkable = False  # its process was refused by the driver
         self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
         self.process: ModelProcess | None = None
@@ -126,7 +129,8 @@ class Instance:
         self.woken_seconds = -math.inf
         self.evicted_seconds = -math.inf
         self.idle_seconds = time.monotonic()
-        self.last_wake_seconds = self.last_evict_seconds = 0.0
+        self.last_wake_seconds = self.last_evict_seconds = self.wake_seconds = 0.0
+        self.last_wake_bytes_per_second = 0
         self.last_start_seconds = 0.0
         self.last_request_seconds = 0.0
         self.wakes = self.evictions = self.restarts = 0
@@ -183,20 +187,25 @@ class Instance:
         return self.prepared.frame_count * self.prepared.frame_bytes if self.prepared else 0
 
     @property
+    def beside_bytes(self) -> int:
+        """Device memory that it needs beside its frames when it is resident."""
+        return self.working_bytes + (0 if self.foreign else self.context_bytes)
+
+    @property
     def held_bytes(self) -> int:
-        """What it holds on the device, or will when the moves under way are done."""
+        """What it holds on the device, or will when the moves under way are done; others can have a warm one parked."""
         if self.hung:  # its frames are in quarantine
-            return self.working_bytes
+            return self.beside_bytes
         if self.reserved or (self.state is State.RESIDENT and not self.leaving):
-            return self.weights_bytes + self.working_bytes
+            return self.weights_bytes + self.beside_bytes
         if self.state is State.FROZEN or (self.leaving and self.freezing):
-            return self.working_bytes
+            return self.beside_bytes
         return 0
 
     @property
     def need_bytes(self) -> int:
         """What a wake needs beyond what it holds already."""
-        return self.weights_bytes + self.working_bytes - (self.working_bytes if self.state is State.FROZEN else 0)
+        return self.weights_bytes + (0 if self.state is State.FROZEN else self.beside_bytes)
 
     @property
     def start_seconds(self) -> float:
@@ -216,9 +225,11 @@ class Instance:
 
     @property
     def tier(self) -> str:
-        """`resident`, `warm` or `cold`, as the status says it."""
+        """`resident`, `warm`, `parked` or `cold`, as the status says it."""
         if self.state in {State.RESIDENT, State.EVICTING}:
             return "resident"
+        if self.state is State.PARKED:
+            return "parked"
         return "warm" if self.process is not None and self.state is not State.STARTING else "cold"
 
     def set_state(self, state: State, message: str) -> None:
@@ -285,7 +296,7 @@ class Instance:
 
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
-        self.process, self.session = process, self._session(process)
+        self.process, self.session, self.unparkable = process, self._session(process), False
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
 
     def keep(self) -> None:
@@ -348,9 +359,9 @@ class Instance:
         self.keep()
         if self.asleep:  # before it is started anew, if it has to be
             timeout_seconds += SLEEP_SECONDS
-        reply = await process.command(
-            Wake([frame.id for frame in frames], fence_base), [frame.descriptor for frame in frames], timeout_seconds
-        )
+        working_bytes = 0 if self.prepared is None or self.prepared.device == "host" else self.working_bytes
+        told = Wake([frame.id for frame in frames], fence_base, working_bytes)
+        reply = await process.command(told, [frame.descriptor for frame in frames], timeout_seconds)
         self.sleepless = str(reply.values.get("restarted") or self.sleepless)
         self.asleep, self.asleep_bytes = False, 0
         now = time.monotonic()
@@ -377,13 +388,19 @@ class Instance:
         self.set_state(State.FROZEN if frozen else State.WARM, "its wake failed")
 
     async def evict(
-        self, *, freeze: bool, why: str, leave: Callable[[ModelProcess], Awaitable[str]] | None = None
+        self,
+        *,
+        freeze: bool,
+        why: str,
+        trim: bool = True,
+        leave: Callable[[ModelProcess], Awaitable[str]] | None = None,
     ) -> None:
         """RESIDENT -> WARM or FROZEN: let the process fence and unmap.
 
         Args:
             freeze: whether requests in flight go on after the next wake.
             why: for people.
+            trim: whether it empties its caches.
             leave: how it leaves the device, where that takes more than a command, and what has become of it.
 
         Raises:
@@ -397,7 +414,7 @@ class Instance:
         self.set_state(State.EVICTING, why)
         timeout_seconds = self._acknowledged_within(self.limits.drain_seconds)
         if leave is None:
-            await process.command(Evict(freeze=frozen), (), timeout_seconds)
+            await process.command(Evict(freeze=frozen, trim=trim), (), timeout_seconds)
         else:
             why = f"{why}; {await leave(process)}"
         self.evictions += 1
@@ -408,6 +425,15 @@ class Instance:
         self.set_state(State.FROZEN if frozen else State.WARM, why)
         self.mapped = None
         self.keep()
+
+    async def trim(self) -> None:
+        """WARM -> WARM: let the process empty its caches.
+
+        Raises:
+            OmniError: it did not in time.
+        """
+        if self.process is not None:
+            await self.process.command(Evict(), (), _ACKNOWLEDGE_SECONDS)
 
     async def stop(self, why: str) -> None:
         """WARM -> COLD: end the process in peace."""

@@ -35,7 +35,7 @@ class Loads:
     Args:
         memory: of the device.
         worth: of an image by its digest; the least worth loses its frames first.
-        relieve: asks for so many bytes of host memory; whether any are coming.
+        relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
         end_sleepers: asks for so many bytes of the device, for an instance, from servers that sleep.
     """
 
@@ -45,6 +45,7 @@ class Loads:
         *,
         worth: Callable[[str], float],
         relieve: Callable[[int], bool],
+        vacate: Callable[[int], bool],
         end_sleepers: Callable[[Instance, int], None],
     ) -> None:
         self.copying: str | None = None
@@ -52,6 +53,7 @@ class Loads:
         self._memory = memory
         self._worth = worth
         self._relieve = relieve
+        self._vacate = vacate
         self._end_sleepers = end_sleepers
 
     async def load(self, instance: Instance) -> bool:
@@ -71,6 +73,7 @@ class Loads:
         held_before = account.held_bytes(instance.name, Kind.WORKING)
         instance.begin_wake()
         began = copy_seconds = 0.0
+        copied_bytes = 0
         frames: tuple[Frame, ...] = ()
         mapping: asyncio.Task[None] | None = None  # by a process that waits for each byte before it reads it
 
@@ -92,8 +95,9 @@ class Loads:
                     frames, began = allocation.frames, time.perf_counter()
                     late_seconds = self._late_seconds(image)
                     copy_seconds = await pool.fill(allocation, staged, late_seconds, fence=instance.fence, begun=begun)
+                copied_bytes = allocation.missing * self._memory.device.frame_bytes
                 if self._memory.arena.holds(image.digest):
-                    self._learn_rate(allocation.missing * self._memory.device.frame_bytes, copy_seconds)
+                    self._learn_rate(copied_bytes, copy_seconds)
         except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
                 account.cancel(instance.name)
@@ -135,6 +139,8 @@ class Loads:
             return False
         finally:
             instance.proving = False
+        instance.wake_seconds += instance.last_wake_seconds
+        instance.last_wake_bytes_per_second = int(copied_bytes / copy_seconds) if copy_seconds > 0 else 0
         return True
 
     async def _map(
@@ -173,14 +179,14 @@ class Loads:
         Raises:
             LedgerError: they did not come free.
         """
-        deadline = time.monotonic() + FREED_SECONDS
-        account = self._memory.ledger.device
+        account, deadline = self._memory.ledger.device, time.monotonic() + FREED_SECONDS
         while True:
             try:
                 account.promise(instance.name, frame_count, working_bytes)
                 return
             except LedgerError:
-                if time.monotonic() > deadline:
+                short_bytes = frame_count * account.frame_bytes + working_bytes - account.free_bytes
+                if not self._vacate(short_bytes) and time.monotonic() > deadline:
                     raise
             self._end_sleepers(instance, frame_count * account.frame_bytes + working_bytes - account.free_bytes)
             await asyncio.sleep(0.01)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from omnimodel.agent.broker import SMALLEST_WORKING_BYTES
 from omnimodel.agent.instance import Instance
-from omnimodel.agent.preparation import Footprint, finish
+from omnimodel.agent.preparation import finish
 from omnimodel.agent.proof import prove
 from omnimodel.agent.reporting import instance_report, tensors
+from omnimodel.agent.sizing import Sizes
 from omnimodel.errors import OmniError, Reason, advised
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.preparation import Preparation, Prepared
-    from omnimodel.agent.process import ModelProcess
 
 log = logging.getLogger(__name__)
 
-_MIB = 1 << 20
-WORKING_STEP_BYTES = 4 * _MIB
-WORKING_HEADROOM_BYTES = 16 * _MIB  # beside a quarter more than was measured: other requests ask for more
 _BOUNDED_PHASES = {  # with a limit on silence; publishing has its own, and who is queued waits for others
     "fetching": "its source was fetched",
     "building": "its environment was built",
@@ -39,18 +35,6 @@ _LONG_PHASES = {  # told as events: they can take minutes
     "building": "its environment is being built",
     "publishing": "its weights are being published as an image",
 }
-
-
-def working_from_measured(peak_bytes: int, coming_bytes: int = 0) -> int:
-    """The working memory a model is granted.
-
-    Args:
-        peak_bytes: the most that its process held until its first answer.
-        coming_bytes: what its engine knows that it will need beyond that, such as a cache of keys and values; 0 when
-            it does not know.
-    """
-    wanted = peak_bytes + max(coming_bytes, peak_bytes // 4) + WORKING_HEADROOM_BYTES
-    return -(-max(wanted, SMALLEST_WORKING_BYTES) // WORKING_STEP_BYTES) * WORKING_STEP_BYTES
 
 
 def _one_process(spec: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -88,7 +72,7 @@ class Model:
         self._make = make
         self._broker = broker
         self._preparation = preparation
-        self._layout = layout
+        self._sizes = Sizes(broker, layout)
         self._changed = changed
         self._task: asyncio.Task[None] | None = None
         self._revising: asyncio.Task[None] | None = None
@@ -181,7 +165,7 @@ class Model:
             try:
                 if instance.prepared is None:
                     instance.prepared = await self._prepare(instance)
-                    self._size(instance)
+                    self._sizes.find(instance)
                 self._broker.instances[instance.name] = instance
                 self._say("starting")
                 await self._verify(instance)
@@ -249,20 +233,6 @@ class Model:
         self.latest.message = phase
         self._say(phase, progress)
 
-    def _size(self, instance: Instance) -> None:
-        """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured."""
-        spec = instance.spec
-        declared = spec["deviceMemoryBytes"]
-        known = Footprint.load(self._layout, spec["hash"]) if self._on_host else None
-        if declared:
-            instance.working_bytes = max(declared - instance.weights_bytes, WORKING_STEP_BYTES)
-            instance.measured = True
-        elif known is not None:
-            instance.working_bytes = known.working_bytes
-            instance.measured = True
-        else:
-            instance.measured = False
-
     async def _verify(self, instance: Instance) -> None:
         """Have it woken and check its known answer; then measure it.
 
@@ -281,41 +251,19 @@ class Model:
             if process is None or instance.process is not process:
                 raise OmniError(instance.subject, "its process ended after its first answer", reason=Reason.CRASHED)
             if not instance.measured:
-                await self._measure(instance, process)
+                await self._sizes.measure(instance, process)
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
             self._broker.moves.end_measuring(instance)
             waiter.leave()
-        if renew:  # the process still has the grant for its limit; the next one has what was measured
-            await self._broker.orders.stop(instance, "its size is known now")
+        if renew:
+            await self._sizes.apply(instance)
         instance.verified = True
         instance.keep()
         instance.failures.recovered()
         instance.wish_again()
         instance.door.admit()
         self._broker.kick()
-
-    @property
-    def _on_host(self) -> bool:
-        return self._broker.memory.device.on_host
-
-    async def _measure(self, instance: Instance, process: ModelProcess) -> None:
-        """Learn what it needs beside its weights; of a device with memory of its own, that is what it was granted."""
-        working_bytes = instance.working_bytes
-        if self._on_host:
-            measured_bytes = max(process.group.peak_bytes() or 0, instance.private_bytes)
-            working_bytes = working_from_measured(measured_bytes, instance.coming_bytes)
-        self._broker.learn_working(instance, working_bytes)
-        if self._on_host:
-            await asyncio.to_thread(self._remember_size, instance)
-
-    def _remember_size(self, instance: Instance) -> None:
-        """Save what was measured, so that it is measured once; a full disk only means to measure again."""
-        footprint, process_hash = Footprint(instance.working_bytes), instance.spec["hash"]
-        try:
-            footprint.save(self._layout, process_hash)
-        except OmniError as error:
-            log.warning("size_not_saved model=%s problem=%r", instance.name, error.problem)
 
     def _switch(self, instance: Instance) -> None:
         """Let a verified revision take over: whoever waits goes to it, who is in flight finishes with the old one."""
@@ -338,13 +286,7 @@ class Model:
 
     def outgrown(self, instance: Instance) -> None:
         """Grant more working memory to a model that ran out of what was measured, lest it dies of it again."""
-        if instance.spec["deviceMemoryBytes"] or instance.spec["limits"]["memoryBytes"]:
-            return
-        wanted = (instance.working_bytes * 3 // 2) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
-        room = (self._broker.budget_bytes - instance.weights_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
-        if instance.working_bytes < min(wanted, room):
-            instance.working_bytes = min(wanted, room)
-            self._remember_size(instance)
+        self._sizes.outgrown(instance)
 
     # What is reported
 

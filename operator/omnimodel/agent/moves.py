@@ -15,8 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from omnimodel.agent import servers
+from omnimodel.agent.contexts import Contexts
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.loads import FREED_SECONDS, Loads, explained
+from omnimodel.agent.parking import Parks
 from omnimodel.errors import OmniError, Reason
 from omnimodel.memory.ledger import Kind
 
@@ -53,7 +55,7 @@ class Moves:
         events: where moves are told to people.
         instances: all there are, by name.
         worth: of an image by its digest; the least worth loses its frames first.
-        relieve: asks for so many bytes of host memory; whether any are coming.
+        relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
         changed: called when a move has ended.
     """
@@ -66,11 +68,14 @@ class Moves:
         *,
         worth: Callable[[str], float],
         relieve: Callable[[int], bool],
+        vacate: Callable[[int], bool],
         measure: Callable[[Instance], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
         self.memory = memory
-        self.loads = Loads(memory, worth=worth, relieve=relieve, end_sleepers=self._end_sleepers)
+        self.loads = Loads(memory, worth=worth, relieve=relieve, vacate=vacate, end_sleepers=self._end_sleepers)
+        self.contexts = Contexts(memory, worth=worth, vacate=vacate, tell=self.tell)
+        self.parks = Parks(memory, self.contexts, relieve=relieve, measure=measure, tell=self.tell)
         self.measuring: str | None = None
         self._events = events
         self._instances = instances
@@ -90,6 +95,7 @@ class Moves:
         await asyncio.gather(*(instance.kill() for instance in instances), return_exceptions=True)
         if moves:
             await asyncio.wait(moves, timeout=FREED_SECONDS)
+        await self.contexts.close()
 
     def _begin(self, instance: Instance, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         async def run() -> None:
@@ -155,15 +161,20 @@ class Moves:
         try:
             if not instance.foreign:
                 instance.fence = await asyncio.to_thread(self.memory.device.fence)
+                await self.contexts.hold(instance, instance.context_bytes)
             await instance.start()
         except BaseException as error:
             self.loads.drop_fence(instance)
+            self.contexts.drop(instance)
             if not isinstance(error, OmniError):
                 raise
             self.failed(instance, error)
             return
-        self.memory.ledger.host.hold(instance.name, Kind.PROCESS, 0)
         await self._measure(instance)
+        try:
+            await self.contexts.started(instance)
+        except OmniError as error:
+            await instance.kill(error)
 
     def adopt(self, instance: Instance, since_seconds: float) -> asyncio.Task[None]:
         """Go on with the process of an instance that outlived its agent; what it may hold is its own."""
@@ -215,17 +226,33 @@ class Moves:
     async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
         if instance.state is State.RESIDENT:
             await self._leave(instance, freeze=False, why=why)
-        if stop and instance.state is State.WARM:
+        if stop and instance.state is State.PARKED:  # it would wait for the driver before it ends
+            instance.set_state(State.STOPPING, why)
+            await instance.kill()
+        elif stop and instance.state is State.WARM:
             await instance.stop(why)
-            self.memory.ledger.forget(instance.name)
-            self.tell(instance, "Stopped", why)
+        else:
+            return
+        self.tell(instance, "Stopped", why)
 
-    async def _leave(self, instance: Instance, *, freeze: bool, why: str) -> None:
+    async def weigh(self, instance: Instance) -> int | None:
+        """Take an idle instance off the device, and learn what working memory it came to hold; None when it did not."""
+        if instance.state is not State.RESIDENT or instance.line.in_flight or instance.name in self:
+            return None
+        weighed: list[int | None] = []
+        instance.leaving, instance.freezing = True, False
+        instance.causes["end"] += 1
+        await self._begin(instance, self._leave(instance, freeze=False, why="its size is known now", weighed=weighed))
+        return weighed[0] if weighed else None
+
+    async def _leave(
+        self, instance: Instance, *, freeze: bool, why: str, weighed: list[int | None] | None = None
+    ) -> None:
         """RESIDENT -> WARM or FROZEN; a process that does not acknowledge is killed, and then its frames are free."""
         began = time.perf_counter()
         leave = partial(servers.leave, instance, self.memory) if servers.serves(instance, self.memory) else None
         try:
-            await instance.evict(freeze=freeze, why=why, leave=leave)
+            await instance.evict(freeze=freeze, why=why, trim=weighed is None, leave=leave)
         except OmniError as error:
             self.memory.frames.quarantine(instance.name)
             late = OmniError(
@@ -239,8 +266,13 @@ class Moves:
         finally:
             instance.leaving = instance.freezing = False
         self.memory.frames.release(instance.name)
+        if weighed is not None:
+            weighed.append(await self.contexts.weigh(instance))
         if instance.state is not State.FROZEN:
-            self.memory.ledger.device.set(instance.name, Kind.WORKING, instance.asleep_bytes)
+            if instance.foreign:
+                self.memory.ledger.device.set(instance.name, Kind.WORKING, instance.asleep_bytes)
+            else:
+                await self.contexts.given_back(instance, self.parks)
             await self._measure(instance)
         instance.last_evict_seconds = time.perf_counter() - began
         self.tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", instance.message)
@@ -251,6 +283,8 @@ class Moves:
             await asyncio.gather(*leaving, return_exceptions=True)
             if instance.removed and instance.state is not State.FROZEN:
                 return
+            if instance.state is State.PARKED:
+                await self._unpark(instance)
             if instance.state is State.COLD:
                 await self._start(instance)
             if instance.state in {State.WARM, State.FROZEN}:
@@ -260,6 +294,22 @@ class Moves:
             self.loads.end_copying(instance)
             if instance.state is not State.RESIDENT:
                 self.end_measuring(instance)
+
+    def park(self, instance: Instance, why: str, *, needed: bool) -> asyncio.Task[None]:
+        """Take what a warm process holds on the device to host memory; where that is needed and fails, end it."""
+        self._check_free(instance)
+        return self._begin(instance, self._park(instance, why, needed=needed))
+
+    async def _park(self, instance: Instance, why: str, *, needed: bool) -> None:
+        if instance.state is State.WARM and not await self.parks.park(instance, why) and needed:
+            await self._go_down(instance, why, stop=True)
+
+    async def _unpark(self, instance: Instance) -> None:
+        """PARKED -> WARM or COLD; a failure for want of room is noted in the instance."""
+        try:
+            await self.parks.unpark(instance)
+        except OmniError as error:
+            self.failed(instance, error)
 
     async def _bring(self, instance: Instance) -> None:
         """WARM or FROZEN -> RESIDENT, or back; a failure is noted in the instance."""
@@ -279,6 +329,7 @@ class Moves:
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
         """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
+        self.contexts.ended(instance.name)
         self.loads.free(instance)
         if error is not None:
             self.failed(instance, error)

@@ -122,6 +122,8 @@ class OpenedPool:
             found: the same in numbers.
         """
         notes = []
+        if unmetered := self.broker.memory.device.unmetered:
+            notes.append(f"what processes hold on the device is not measured: {unmetered}")
         if found.frame_bytes != self.supply.frame_bytes:
             notes.append(
                 f"device.frameSize {bytes_text(found.frame_bytes)} takes effect when the agent is started again; "

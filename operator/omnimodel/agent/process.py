@@ -239,9 +239,11 @@ class ModelProcess:
     def private_bytes(self) -> int:
         """Memory that is this process's own (its children's included), without the frames it has mapped."""
         usage = self.group.usage_bytes()
-        if usage is not None:
-            return usage
-        return self._private.of(self.group.pids() or {self.pid, *session_of(self.pid)})
+        return self._private.of(self.pids()) if usage is None else usage
+
+    def pids(self) -> set[int]:
+        """Of it and its children, as this process sees them."""
+        return set(self.group.pids()) or {self.pid, *session_of(self.pid)}
 
     @property
     def shared_bytes(self) -> int | None:

@@ -59,6 +59,8 @@ def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
         evictions=instance.evictions,
         swaps=dict(sorted(instance.causes.items())),
         last_wake_seconds=instance.last_wake_seconds,
+        wake_seconds=instance.wake_seconds,
+        last_wake_bytes_per_second=instance.last_wake_bytes_per_second,
         last_request_seconds=instance.last_request_seconds,
         since_seconds=instance.since_seconds,
         store=instance.prepared.image.store if instance.prepared and instance.prepared.image else "",

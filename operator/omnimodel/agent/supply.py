@@ -16,7 +16,7 @@ from omnimodel.quantity import AUTO, parse_bytes, parse_share
 HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
 AUTO_DEVICE_SHARE = 0.5  # of the memory that is available when the pool is first served
 AUTO_HOST_SHARE = 0.5
-AUTO_CUDA_SHARE = 0.8  # of a GPU; each process has a context of about half a GiB beside the budget
+AUTO_CUDA_SHARE = 0.9  # of a GPU; the agent's own context and what the driver keeps are beside the budget
 CUDA_DTYPE = "bfloat16"  # what dtype `auto` is there
 ARENA_SHARE = 0.75  # of hostMemory that is pinned for images; processes and zygotes have the rest
 
@@ -40,7 +40,7 @@ class Supply:
 
     Args:
         device: `host` or `cuda:0`.
-        budget_bytes: frames and working memory of resident models.
+        budget_bytes: frames, working memory of resident models and, on a GPU, contexts of processes.
         host_bytes: arena and all other processes.
         arena_bytes: what of that the device pins for images; 0 when it pins nothing.
         threads: of one forward pass, where a manifest leaves it open.

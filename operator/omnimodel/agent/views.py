@@ -13,7 +13,7 @@ from omnimodel.placement.state import Drain, ModelState
 if TYPE_CHECKING:
     from omnimodel.agent.moves import DeviceMemory, Moves
 
-_RESTING = frozenset({State.COLD, State.WARM, State.FROZEN})  # from these a wake can begin
+_RESTING = frozenset({State.COLD, State.PARKED, State.WARM, State.FROZEN})  # from these a wake can begin
 
 
 def model_state(instance: Instance, now: float, moves: Moves) -> ModelState:
@@ -23,7 +23,7 @@ def model_state(instance: Instance, now: float, moves: Moves) -> ModelState:
     return ModelState(
         name=instance.name,
         weights_bytes=instance.weights_bytes,
-        working_bytes=instance.working_bytes,
+        working_bytes=instance.beside_bytes,
         valid_bytes=_valid_bytes(instance, moves.memory),
         resident=instance.state is State.RESIDENT and not instance.leaving,
         draining=instance.draining or instance.name in moves,
@@ -39,7 +39,7 @@ def model_state(instance: Instance, now: float, moves: Moves) -> ModelState:
         min_resident_seconds=residency.min_resident_seconds,
         keep_resident=residency.keep_resident and instance.verified and not instance.removed,
         freezable=instance.freezable,
-        frozen_bytes=instance.working_bytes if frozen else 0,
+        frozen_bytes=instance.beside_bytes if frozen else 0,
         frozen_since=instance.frozen_since_seconds if frozen else None,
         wanted_since=instance.wanted_since_seconds,
         loadable=_loadable(instance, now, moves),
@@ -72,6 +72,7 @@ def idle_models(instances: Iterable[Instance], moves: Moves) -> list[IdleModel]:
         IdleModel(
             name=instance.name,
             resident=instance.state is State.RESIDENT,
+            parks=instance.state is State.WARM and moves.parks.can(instance),
             busy=instance.line.busy
             or instance.name in moves
             or instance.wanted_since_seconds is not None
@@ -86,14 +87,19 @@ def idle_models(instances: Iterable[Instance], moves: Moves) -> list[IdleModel]:
             min_resident_until=instance.woken_seconds + instance.residency.min_resident_seconds,
         )
         for instance in instances
-        if instance.state in {State.RESIDENT, State.WARM}
+        if instance.state in {State.RESIDENT, State.WARM, State.PARKED}
     ]
 
 
-def free_bytes(
-    instances: Mapping[str, Instance], drains: Sequence[Drain], budget_bytes: int, quarantined_bytes: int
-) -> int:
-    """Budget less what is held and reserved; what victims on their way out still hold counts as free."""
+def free_bytes(instances: Mapping[str, Instance], drains: Sequence[Drain], budget_bytes: int, lost_bytes: int) -> int:
+    """Budget less what is held and reserved; what victims on their way out, and warm ones, still hold counts as free.
+
+    Args:
+        instances: all of the device, by name.
+        drains: under way.
+        budget_bytes: of the device.
+        lost_bytes: what nobody can have: it was set apart, or its process has ended and it did not come back.
+    """
     held = sum(instance.held_bytes for instance in instances.values())
     reserved = sum(instances[drain.target].need_bytes for drain in drains if drain.target in instances)
-    return budget_bytes - quarantined_bytes - held - reserved
+    return budget_bytes - lost_bytes - held - reserved

@@ -2,7 +2,8 @@
 
 The process of an evicted model stays for a while, ready for the next request, and then goes: a fork costs little. It
 stays for good where the manifest says `idleTier: warm`. On a CPU machine a frozen process returns nothing to the host,
-and a fork costs as little as a thaw: `parked` there means the same as to say nothing.
+and a fork costs as little as a thaw: `parked` there means the same as to say nothing. On a device with memory of its
+own a warm process holds a context, and is parked before it goes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ class IdleConstants:
 
     Args:
         warm_seconds: so long the process of an evicted model stays, unless its `idleTier` is `warm`.
+        park_seconds: so long it stays on a device with memory of its own, unless its `idleTier` is `warm`.
         warm_processes: how many processes of models that are not resident stay at most.
         warm_bytes: how much private memory they hold at most, in all: what the host's budget leaves them.
     """
 
     warm_seconds: float = 300.0
+    park_seconds: float = 30.0
     warm_processes: int = 256
     warm_bytes: int = 4 << 30
 
@@ -39,6 +42,7 @@ class IdleModel:
         private_bytes: what its process holds on the host.
         idle_after_seconds, idle_tier, keep_resident, priority: of the manifest; None = never.
         min_resident_until: it stays on the device until then.
+        parks: its process is warm and holds device memory that parking would give back.
     """
 
     name: str
@@ -52,6 +56,7 @@ class IdleModel:
     keep_resident: bool = False
     priority: int = 500
     min_resident_until: float = -inf
+    parks: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,14 @@ class IdleStep:
 
     Args:
         evict: residents that leave the device.
+        park: warm processes that leave the device.
         stop: processes that end; one that is in `evict` too is evicted first.
         look_again_at: None when only an event can change the answer.
         reasons: a sentence for each model that goes.
     """
 
     evict: tuple[str, ...] = ()
+    park: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     look_again_at: float | None = None
     reasons: dict[str, str] = field(default_factory=dict)
@@ -83,6 +90,7 @@ def idle_steps(now: float, models: Sequence[IdleModel], constants: IdleConstants
         constants: of the pool.
     """
     evict: list[str] = []
+    park: list[str] = []
     stop: list[str] = []
     reasons: dict[str, str] = {}
     again_at = inf
@@ -104,13 +112,19 @@ def idle_steps(now: float, models: Sequence[IdleModel], constants: IdleConstants
         if stops_at <= now:
             stop.append(model.name)
             reasons[model.name] = f"not resident for {now - model.evicted_since:.0f} s, its process goes"
-        else:
-            again_at = min(again_at, stops_at)
-            warm.append(model)
+            continue
+        warm.append(model)
+        parks = model.parks and model.idle_tier != "warm"
+        parks_at = model.evicted_since + constants.park_seconds if parks else inf
+        if parks_at <= now:
+            park.append(model.name)
+            reasons[model.name] = f"not resident for {now - model.evicted_since:.0f} s, parked"
+        again_at = min(again_at, stops_at, parks_at if parks_at > now else inf)
     for model in _too_many(warm, constants):
         stop.append(model.name)
+        park = [name for name in park if name != model.name]
         reasons[model.name] = "the warm processes hold more than the host has for them, and this one waits longest"
-    return IdleStep(tuple(evict), tuple(stop), None if again_at == inf else again_at, reasons)
+    return IdleStep(tuple(evict), tuple(park), tuple(stop), None if again_at == inf else again_at, reasons)
 
 
 def _leaves_device_at(model: IdleModel) -> float:

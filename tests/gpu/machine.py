@@ -1,0 +1,97 @@
+"""A machine with an emulated GPU: a real agent finds it, and its model processes share its memory."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agent.world import MIB, World
+from gpu import rehearsal
+from gpu.emulated_book import Book, EmulatedNvml
+from omnimodel.agent import contexts, spawner, supply
+from omnimodel.agent.zygotes import Zygotes
+from omnimodel.api import OmniPool
+from omnimodel.memory.devices import cuda, cuda_driver
+from omnimodel.memory.ledger import Kind
+from omnimodel.runtime.zygote import PRELOAD
+
+TESTS = Path(__file__).parents[1]
+DEVICE_BYTES = 256 * MIB
+CONTEXT_BYTES = 4 * MIB
+SPARE_BYTES = 4 * MIB
+
+
+@dataclass
+class Machine:
+    """The driver of the agent's process, what all processes have, and NVML."""
+
+    driver: rehearsal.RehearsalDriver
+    book: Book
+    nvml: EmulatedNvml
+
+
+@contextmanager
+def machine(folder: Path, *, counts_imports: bool = False) -> Iterator[Machine]:
+    """Make this machine one with a GPU, for as long as the context lasts.
+
+    Args:
+        folder: for its files.
+        counts_imports: see `Book`.
+    """
+    gpu = folder / "gpus" / "0000:00:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t\t Emulated\nDevice Minor: \t 0\n")
+    options = f"Path({str(folder / 'book')!r}), {DEVICE_BYTES}, {CONTEXT_BYTES}, counts_imports={counts_imports}"
+    (folder / "emulated_place.py").write_text(
+        f"from pathlib import Path\nfrom gpu.emulated_book import Book\nBOOK = Book({options})\n"
+    )
+    book = Book(folder / "book", DEVICE_BYTES, CONTEXT_BYTES, counts_imports=counts_imports)
+    nvml = EmulatedNvml(book)
+    with pytest.MonkeyPatch.context() as patch:
+        driver = rehearsal.RehearsalDriver(capacity_bytes=DEVICE_BYTES, book=book)
+        patch.setattr(cuda_driver, "_loaded", [driver])
+        patch.setattr(cuda_driver, "CONTROL_NODE", "/dev/null")
+        patch.setattr(cuda_driver, "MEMORY_NODE", "/dev/zero")
+        patch.setattr(cuda_driver, "GPUS", folder / "gpus")
+        patch.setattr(cuda, "TritonDecoder", lambda _context: driver.decode)
+        patch.setattr(cuda.CudaDevice, "context_bytes", CONTEXT_BYTES)
+        patch.setattr(contexts, "SPARE_BYTES", SPARE_BYTES)
+        patch.setitem(sys.modules, "pynvml", nvml)
+        zygotes = functools.partial(
+            Zygotes, preload=[*PRELOAD, "gpu.served"], import_path=[str(TESTS), str(folder)]
+        )  # fmt: skip
+        patch.setattr(spawner, "Zygotes", zygotes)
+        patch.setattr(supply, "ARENA_SHARE", 0.25)
+        driver.run()
+        yield Machine(driver, book, nvml)
+
+
+def pool(**device) -> OmniPool:
+    """A pool on its GPU."""
+    spec = {"device": {"type": "cuda", "frameSize": 4 * MIB, **device}, "hostMemory": 2048 * MIB}
+    return OmniPool.model_validate({"metadata": {"name": "default"}, "spec": spec})
+
+
+def check(world: World, gpu: Machine) -> None:
+    """The ledger says of each process what the driver says, and no more is held than there is."""
+    world.check_ledger()
+    held = dict(gpu.book.processes())
+    device = world.ledger.device
+    for instance in world.broker.instances.values():
+        process = instance.process
+        slot = held.get(process.pid) if process else None
+        context_bytes = device.held_bytes(instance.name, Kind.CONTEXT)
+        working_bytes = device.held_bytes(instance.name, Kind.WORKING)
+        assert (slot.bytes if slot else 0) <= context_bytes + working_bytes, instance.name
+        if process is None:
+            assert (context_bytes, working_bytes) == (0, 0), instance.name
+    physical_bytes = device.frames * device.frame_bytes + sum(
+        device.held_bytes(kind=kind) for kind in (Kind.WORKING, Kind.CONTEXT)
+    )
+    assert physical_bytes <= device.capacity_bytes
