@@ -143,6 +143,18 @@ def test_a_model_over_its_memory_is_ended_alone(installation: Installation, firs
         assert answer.status >= 500
         assert "more than its 192 MiB" in str(answer.body)
         assert said(installation.ask(name, code("answer = len(HELD)")).values) == 0
+        # One that is over it again has not had an accident: it is not Ready until it answers.
+        assert installation.ask(name, code(GREED), seconds=120).status >= 500
+
+        def stalled() -> bool:
+            found = whole_condition(installation.get("omnimodel", name), "Stalled")
+            return found.get("reason") == "OutOfMemory" and "more than its 192 MiB" in found["message"]
+
+        installation.until(stalled, "the condition", 60)
+        assert condition(installation.get("omnimodel", name), "Ready") == "False"
+        assert "OutOfMemory" in [reason for reason, _ in installation.events(name)]
+        installation.until(lambda: installation.ask(name, code("answer = 1")).status == 200, "an answer", 60)
+        installation.wait_ready(name)
     assert restarts(installation, "default-0") == 0
     assert installation.pid(first, "default-0") == neighbour
 
