@@ -15,7 +15,6 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as real
@@ -139,16 +138,6 @@ class EmulatedDriver:
         return (UNIT,)
 
     # memory
-
-    @staticmethod
-    def process_bytes(pid: int) -> int:
-        """What NVML would say of a process that is not of this backend: its mappings of memfds named `device`."""
-        try:
-            rows = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # it is gone
-            return 0
-        ranges = [row.split()[0].split("-") for row in rows if "/memfd:device (deleted)" in row]
-        return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
     def do_cuMemCreate(self, size, prop, flags):
         assert size % UNIT == 0

@@ -136,6 +136,16 @@ def _identity(process: Path) -> tuple[int, int, int]:
     return int(status["Uid"].split()[0]), int(fields[19]), int(status["NSpid"].split()[-1])
 
 
+def mapped_bytes(pid: int) -> int:
+    """What a program without this driver has on the device: it maps memfds named `device` for it."""
+    try:
+        rows = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it is gone
+        return 0
+    ranges = [row.split()[0].split("-") for row in rows if "/memfd:device (deleted)" in row]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
 class EmulatedNvml:
     """Stands in for the module `pynvml`."""
 
@@ -162,11 +172,15 @@ class EmulatedNvml:
         """Processes that have a context."""
         if self.silent:
             raise self.NVMLError("GPU is lost")
-        return [
-            SimpleNamespace(pid=pid, usedGpuMemory=slot.bytes + (slot.imported if self.book.counts_imports else 0))
+        held = {
+            pid: slot.bytes + (slot.imported if self.book.counts_imports else 0)
             for pid, slot in self.book.processes()
             if slot.bytes
-        ]
+        }
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            if pid not in held and (others := mapped_bytes(pid)):
+                held[pid] = others
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in held.items()]
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
         """In milliwatts."""

@@ -23,11 +23,10 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 import psutil
 
 from agent.world import MIB, World
+from gpu.emulated_book import mapped_bytes
 from gpu.machine import DEVICE_BYTES, pool
 from gpu.servers.standin import tensors
 from gpu.test_agent import gpu  # noqa: F401  (a fixture)
-from omnimodel.agent import opened
-from omnimodel.agent.moves import DeviceMemory
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
 
@@ -44,18 +43,16 @@ async def running(gpu, tmp_path_factory):  # noqa: F811
     shutil.copytree(Path(__file__).parent / "servers", servers, dirs_exist_ok=True)
     for path in [servers, *servers.parents[:2], *servers.rglob("*")]:
         path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "DeviceMemory", functools.partial(DeviceMemory, device_bytes=gpu.process_bytes))
-        world = World(tmp_path_factory.mktemp("agent"))
-        world.pool = pool(memory=192 * MIB)
-        world.pool = world.pool.model_copy(
-            update={"spec": world.pool.spec.model_validate(
-                {**world.pool.spec.to_dict(), "volumes": [{"name": "servers", "path": str(servers)}]}
-            )}
-        )  # fmt: skip
-        await world.agent.start()
-        yield world
-        await world.agent.stop(5.0)
+    world = World(tmp_path_factory.mktemp("agent"))
+    world.pool = pool(memory=192 * MIB)
+    world.pool = world.pool.model_copy(
+        update={"spec": world.pool.spec.model_validate(
+            {**world.pool.spec.to_dict(), "volumes": [{"name": "servers", "path": str(servers)}]}
+        )}
+    )  # fmt: skip
+    await world.agent.start()
+    yield world
+    await world.agent.stop(5.0)
     assert gpu.left() == {}
 
 
@@ -125,7 +122,7 @@ def children(world: World, name: str) -> list[psutil.Process]:
 def on_device(world: World, gpu, name: str) -> int:  # noqa: F811
     """Bytes that the server of a model has, by the driver."""
     process = world.instance(name).process
-    return sum(gpu.process_bytes(child.pid) for child in children(world, name)) if process else 0
+    return sum(mapped_bytes(child.pid) for child in children(world, name)) if process else 0
 
 
 async def evict(world: World, name: str) -> None:
@@ -335,10 +332,10 @@ async def test_a_program_that_leaves_memory_behind_is_killed_with_all_it_has_sta
     await world.apply(program(world, "stray", "--stray"))
     assert await world.ask("stray") == 40
     pids = [child.pid for child in children(world, "stray")]
-    assert sum(map(gpu.process_bytes, pids)) == 44 * MIB
+    assert sum(map(mapped_bytes, pids)) == 44 * MIB
     await evict(world, "stray")
     await world.until(lambda: world.instance("stray").process is None, "its process is gone")
-    assert not sum(map(gpu.process_bytes, pids))
+    assert not sum(map(mapped_bytes, pids))
     assert not world.ledger.device.held_bytes("default/stray")
     await world.until(lambda: not world.instance("stray").failures.waiting(time.monotonic()), "it may be tried again")
     assert await world.ask("stray") == 40

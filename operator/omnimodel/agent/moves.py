@@ -34,17 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device and the accounts of it.
-
-    Args:
-        device_bytes: what the driver says a process has on it; None where nobody asks the driver.
-    """
+    """One device and the accounts of it."""
 
     device: Device
     ledger: Ledger
     frames: FramePool
     arena: Arena
-    device_bytes: servers.DeviceBytes | None = None
 
 
 class Moves:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from omnimodel.agent.moves import DeviceMemory
     from omnimodel.agent.process import ModelProcess
 
-DeviceBytes = Callable[[int], int]  # pid as this process numbers it -> bytes that it has on the device, says the driver
 SLEEPERS = frozenset({"vllm", "sglang"})
 ASLEEP_SHARE = 0.25  # of what it held awake may stay of one that sleeps: its context, graphs, buffers of libraries
 _SETTLED_SECONDS = 5.0  # from an answer to the driver's word: some answer before they have let go
@@ -64,7 +63,7 @@ async def leave(instance: Instance, memory: DeviceMemory, process: ModelProcess)
             instance.asleep, instance.asleep_bytes = True, left_bytes
             return "its server sleeps"
     await process.command(Evict(), (), seconds)
-    if memory.device_bytes is not None and (left_bytes := await _settled(process, memory, 0)):
+    if memory.device.meter is not None and (left_bytes := await _settled(process, memory, 0)):
         raise ProcessError(
             instance.subject,
             f"{bytes_text(left_bytes)} of the device are still its own after its server was stopped",
@@ -80,7 +79,7 @@ async def check_woken(instance: Instance, process: ModelProcess, memory: DeviceM
     Raises:
         ProcessError: it has more than that, which nobody has set aside.
     """
-    if memory.device_bytes is None:
+    if memory.device.meter is None:
         return
     held_bytes = await _bytes(process, memory)
     if held_bytes > instance.working_bytes:
@@ -118,7 +117,7 @@ def _going(instance: Instance) -> bool:
 
 async def _may_sleep(instance: Instance, process: ModelProcess, memory: DeviceMemory) -> bool:
     """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights."""
-    if instance.spec["engine"] not in SLEEPERS or instance.sleepless or memory.device_bytes is None:
+    if instance.spec["engine"] not in SLEEPERS or instance.sleepless or memory.device.meter is None:
         return False
     source = instance.prepared.source if instance.prepared else None
     if source is None or not await _bytes(process, memory):  # a driver that does not see it awake cannot say it sleeps
@@ -144,11 +143,12 @@ async def _settled(process: ModelProcess, memory: DeviceMemory, most_bytes: int)
 
 async def _bytes(process: ModelProcess, memory: DeviceMemory) -> int:
     """What the driver says that a process and its children have on the device."""
-    device_bytes = memory.device_bytes
-    assert device_bytes is not None
+    meter = memory.device.meter
+    assert meter is not None
 
     def measure() -> int:
-        return sum(device_bytes(pid) for pid in _tree(process))
+        held = meter.process_bytes()
+        return sum(held.get(pid, 0) for pid in _tree(process))
 
     return await asyncio.to_thread(measure)
 
