@@ -63,7 +63,8 @@ async def test_answers_its_probe_after_every_start(name, packages, new_child, tm
         await child.command(Wake([]))
         async with child.session.post(request.path, data=request.body, headers=dict(request.headers)) as response:
             assert probes.failures(probe, response.status, response.headers, await response.read()) == []
-        async with child.session.post(request.path, json={"inputs": []}) as response:
+        closing = {"Connection": "close"}  # the server ends, and with it what it keeps open
+        async with child.session.post(request.path, json={"inputs": []}, headers=closing) as response:
             assert response.status == 400
             assert "one input of BYTES" in (await response.json())["error"]
         await child.command(Evict())

@@ -21,6 +21,11 @@ def stalled(world: World, name: str) -> tuple[str, str]:
     return conditions(world.see(MODELS, name)).get("Stalled", ("", ""))
 
 
+async def two_pods(world: World) -> None:
+    await world.apply(pool("gpu", world.namespace, replicas=2))
+    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pods are ready")
+
+
 def message(world: World, name: str) -> str:
     found = world.see(MODELS, name)["status"]["conditions"]
     return str(next(condition for condition in found if condition["type"] == "Stalled")["message"])
@@ -30,8 +35,7 @@ async def test_models_to_be_apart_get_a_pod_each_and_the_one_too_many_is_told_wh
     world: World, agents: Agents, start
 ) -> None:
     await start()
-    await world.apply(pool("gpu", world.namespace, replicas=2))
-    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pods are ready")
+    await two_pods(world)
     for name in "ab":
         await world.apply(model(name, world.namespace, **LARGE))
         await world.ready(name)
@@ -55,8 +59,7 @@ async def test_put_together_by_an_edit_one_comes_to_the_other_and_parted_again(
     world: World, agents: Agents, start
 ) -> None:
     await start()
-    await world.apply(pool("gpu", world.namespace, replicas=2))
-    await until(lambda: is_ready(world.see(POOLS, "gpu")), "the pods are ready")
+    await two_pods(world)
     for name in "ab":
         await world.apply(model(name, world.namespace))
         await world.ready(name)

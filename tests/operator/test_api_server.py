@@ -39,19 +39,19 @@ class Person:
         self._world = world
         self.applied: dict[str, Item] = {}
         self.refused = 0
+        self._done = False
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._task.cancel():
-            self._task.result()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self._done = True  # not cancelled: a write whose answer nobody reads may have been taken
+        await self._task
 
     async def _run(self) -> None:
         namespace = self._world.namespace
-        for number in itertools.count():
+        for number in itertools.takewhile(lambda _: not self._done, itertools.count()):
             await self._apply(model(f"new-{number}", namespace))
             await self._apply(model(f"edited-{number % EDITED}", namespace, flavour=f"f{number}"))
             await asyncio.sleep(PAUSE_SECONDS)
