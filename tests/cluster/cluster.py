@@ -30,6 +30,7 @@ Level = Literal["api", "node"]
 
 HERE = Path(__file__).resolve().parent
 DNS = "/apis/apps/v1/namespaces/kube-system/deployments/coredns"
+SANDBOX_END_SECONDS = 90  # the first process of a sandbox ends after all others, its mounts and its networks
 HIDDEN = [Path("/run"), Path("/var/lib"), Path("/var/log")]  # etc/sandbox.sh gives the node its own
 
 
@@ -146,7 +147,7 @@ class Cluster(Connection):
             return
         # The first process of the sandbox takes every process, mount and interface in it along.
         if "init" in self.processes:
-            self.processes["init"].kill()
+            self.processes["init"].kill(SANDBOX_END_SECONDS)
         for process in reversed(self.processes.values()):
             process.kill()
         if self.number is not None:
