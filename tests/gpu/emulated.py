@@ -15,14 +15,17 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cuda.bindings.driver as real
 import numpy as np
 
 from gpu.emulated_book import Book
 from omnimodel.memory.codec import Layout, decode
-from omnimodel.memory.devices import pages
+from omnimodel.memory.devices import cuda, cuda_driver, pages
+
+if TYPE_CHECKING:
+    import pytest
 
 UNIT = 2 << 20
 _WITHOUT_CONTEXT = frozenset({"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceTotalMem", "cuDriverGetVersion"})
@@ -385,3 +388,9 @@ class EmulatedDriver:
             "used": self.used_bytes,
         }
         return {name: value for name, value in found.items() if value}
+
+
+def install(patch: pytest.MonkeyPatch, driver: EmulatedDriver) -> None:
+    """Make it the driver of this process, and the decoder of packed images."""
+    patch.setattr(cuda_driver, "_loaded", [driver])
+    patch.setattr(cuda, "TritonDecoder", lambda _context: driver.decode)

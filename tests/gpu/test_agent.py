@@ -15,6 +15,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from agent.world import MIB, World
 from gpu.machine import CONTEXT_BYTES, machine, pool
+from gpu.serving import emptied, serving
 from omnimodel.errors import DispatchError
 from omnimodel.memory.ledger import Kind
 
@@ -34,18 +35,14 @@ def gpu(tmp_path_factory):
 async def running(gpu, tmp_path_factory):
     world = World(tmp_path_factory.mktemp("agent"))
     world.pool = pool(memory=(192 + 4 * 4) * MIB)
-    await world.agent.start()
-    yield world
-    await world.agent.stop(5.0)
-    assert gpu.left() == {}
+    async with serving(world, gpu):
+        yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(running):
     yield running
-    await running.apply()
-    await running.until(lambda: not running.broker.instances, "all models are gone")
-    running.check_ledger()
+    await emptied(running)
     assert not running.broker.memory.frames.owners()
     await running.until(lambda: not running.ledger.device.held_bytes(), "all of the device is free")
 

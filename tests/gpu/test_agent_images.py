@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from agent.test_quantized import LAYERS, WIDE, layers, manifest  # noqa: F401
 from agent.world import MIB, World
 from gpu.machine import CONTEXT_BYTES, pool
+from gpu.serving import emptied, serving
 from gpu.test_agent import gpu  # noqa: F401
 from omnimodel.agent import supply
 from omnimodel.memory.devices.cuda_copy import slot_bytes
@@ -49,17 +50,14 @@ async def running(gpu, tmp_path_factory):  # noqa: F811
     world.pool = pool(memory=72 * MIB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supply, "ARENA_SHARE", ARENA_BYTES / HOST_BYTES)
-        await world.agent.start()
-        yield world
-        await world.agent.stop(5.0)
-    assert gpu.left() == {}
+        async with serving(world, gpu):
+            yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(running):
     yield running
-    await running.apply()
-    await running.until(lambda: not running.broker.instances, "all models are gone")
+    await emptied(running)
     check(running)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.emulated import EmulatedDriver
+from gpu.emulated import EmulatedDriver, install
 from gpu.weights import Tensor, weights
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, copy_of, image, pattern
@@ -40,8 +40,7 @@ class HostBoundWindow(CudaWindow):
 @pytest.fixture
 def driver(monkeypatch):
     emulated = EmulatedDriver(capacity_bytes=64 * FRAME)
-    monkeypatch.setattr(cuda_driver, "_loaded", [emulated])
-    monkeypatch.setattr(cuda, "TritonDecoder", lambda _context: emulated.decode)
+    install(monkeypatch, emulated)
     return emulated
 
 

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from gpu import rehearsal
+from gpu.emulated import install
 from omnimodel.cli.bench import gpu_bench, gpu_rows
-from omnimodel.memory.devices import cuda, cuda_driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     driver = rehearsal.RehearsalDriver(capacity_bytes=2 << 30)
-    monkeypatch.setattr(cuda_driver, "_loaded", [driver])
-    monkeypatch.setattr(cuda, "TritonDecoder", lambda _context: driver.decode)
+    install(monkeypatch, driver)
     monkeypatch.setattr(gpu_bench, "Meter", rehearsal.RehearsalMeter)
     monkeypatch.setattr(gpu_rows, "ROUNDS", 2)
     monkeypatch.setattr(gpu_rows, "PROMPT_TOKENS", 8)

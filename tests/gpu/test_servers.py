@@ -26,6 +26,7 @@ from agent.world import MIB, World
 from gpu.emulated_book import mapped_bytes
 from gpu.machine import DEVICE_BYTES, pool
 from gpu.servers.standin import tensors
+from gpu.serving import emptied, serving
 from gpu.test_agent import gpu  # noqa: F401  (a fixture)
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
@@ -50,18 +51,14 @@ async def running(gpu, tmp_path_factory):  # noqa: F811
             {**world.pool.spec.to_dict(), "volumes": [{"name": "servers", "path": str(servers)}]}
         )}
     )  # fmt: skip
-    await world.agent.start()
-    yield world
-    await world.agent.stop(5.0)
-    assert gpu.left() == {}
+    async with serving(world, gpu):
+        yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(running):
     yield running
-    await running.apply()
-    await running.until(lambda: not running.broker.instances, "all models are gone")
-    running.check_ledger()
+    await emptied(running)
     assert not running.ledger.device.held_bytes(kind=Kind.WORKING)
 
 

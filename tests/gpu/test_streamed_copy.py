@@ -13,11 +13,10 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.emulated import EmulatedDriver
+from gpu.emulated import EmulatedDriver, install
 from gpu.test_emulated_device import FRAME, packed_image
 from memory.conformance import image
 from omnimodel.errors import ImageError, LedgerError
-from omnimodel.memory.devices import cuda, cuda_driver
 from omnimodel.memory.devices.cuda import CudaDevice
 from omnimodel.memory.devices.cuda_copy import slot_bytes
 
@@ -29,8 +28,7 @@ SIZE = (FRAMES - 1) * FRAME + 8192
 @pytest.fixture
 def driver(monkeypatch):
     emulated = EmulatedDriver(capacity_bytes=64 * FRAME)
-    monkeypatch.setattr(cuda_driver, "_loaded", [emulated])
-    monkeypatch.setattr(cuda, "TritonDecoder", lambda _context: emulated.decode)
+    install(monkeypatch, emulated)
     return emulated
 
 
@@ -70,8 +68,7 @@ def filled(frames) -> bytes:
 def test_it_arrives_as_it_was_and_the_fence_never_runs_ahead(tmp_path_factory, packed, seed, slots, valid):
     driver = EmulatedDriver(capacity_bytes=16 * FRAME, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_driver, "_loaded", [driver])
-        patch.setattr(cuda, "TritonDecoder", lambda _context: driver.decode)
+        install(patch, driver)
         path, body = made(tmp_path_factory.mktemp("images"), SIZE, packed=packed)
         device = CudaDevice("cuda:0", FRAME, arena_bytes=slots * slot_bytes(FRAME))
         assert device.stream_bytes == device.arena.capacity_bytes < SIZE
