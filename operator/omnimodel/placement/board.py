@@ -90,6 +90,8 @@ class Unit:
     @cached_property
     def current(self) -> tuple[str, ...]:
         """Pods that hold most of its models."""
+        if len(self.demands) == 1:
+            return self.demands[0].current
         held = Counter(demand.current for demand in self.demands if demand.current)
         return held.most_common(1)[0][0] if held else ()
 

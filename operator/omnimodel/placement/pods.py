@@ -91,10 +91,11 @@ def place(
         if part is not None:
             settled[part] = lacking
         # A set without its most important model may have had its turn before who displaced it: it has another.
-        again = [other for other in board.displaced if other in settled]
-        for other in again:
-            del settled[other]
-        waiting = sorted([*waiting, *((other, other) for other in again)], key=lambda entry: entry[0].precedence)
+        if again := [other for other in board.displaced if other in settled]:
+            for other in again:
+                del settled[other]
+            waiting.extend((other, other) for other in again)
+            waiting.sort(key=lambda entry: entry[0].precedence)
         board.displaced.clear()
     for part, lacking in settled.items():
         have = len(board.placed(part))
