@@ -45,6 +45,7 @@ class Reason(StrEnum):
     CRASHED = "Crashed"
     LOAD_TIMEOUT = "LoadTimeout"
     EVICT_TIMEOUT = "EvictTimeout"
+    DEVICE_LOST = "DeviceLost"
     PROBE_FAILED = "ProbeFailed"
     ISOLATION_UNAVAILABLE = "IsolationUnavailable"
     MODEL_NOT_FOUND = "ModelNotFound"
@@ -118,6 +119,9 @@ CURES: Mapping[str, str] = {  # for conditions, events and answers that know not
     Reason.CRASHED: "see omni logs MODEL for its last words",
     Reason.LOAD_TIMEOUT: "see omni logs MODEL for what it waits for, or raise limits.loadDeadline",
     Reason.EVICT_TIMEOUT: "see omni logs MODEL for what holds its interpreter",
+    Reason.DEVICE_LOST: (
+        "look for Xid messages in the kernel's log, reset or replace the GPU, and start the agent again"
+    ),
     Reason.PROBE_FAILED: "correct spec.probe.expect, or the weights and options that answer otherwise",
     Reason.ISOLATION_UNAVAILABLE: "give the machine or pod what is missing, or lower spec.isolation.level of the pool",
     Reason.MODEL_NOT_FOUND: "see omni get models for the names that there are",
@@ -250,3 +254,8 @@ class DispatchError(OmniError):
         super().__init__(subject, problem, cure, reason=reason)
         self.status = status
         self.retry_after_seconds = retry_after_seconds
+
+
+def lost(device: str, problem: str) -> OmniError:
+    """What is said of a device that can do nothing any more."""
+    return OmniError(f"device {device}", problem, CURES[Reason.DEVICE_LOST], reason=Reason.DEVICE_LOST)

@@ -131,8 +131,12 @@ class World:
         return self.agent._models[f"default/{name}"].serving
 
     @property
+    def brokers(self):
+        return self.agent._devices.brokers
+
+    @property
     def broker(self):
-        return self.agent._broker
+        return self.agent._devices.first
 
     @property
     def ledger(self):
@@ -169,9 +173,13 @@ class World:
 
     def check_ledger(self) -> None:
         """The ledger agrees with the owner table of the frames, and nothing is over the budget."""
-        device = self.ledger.device
+        for broker in self.brokers.values():
+            self._check_account(broker.memory.ledger.device, broker.memory.frames)
+
+    @staticmethod
+    def _check_account(device, frames) -> None:
         owned: dict[str, int] = {}
-        for owner in self.broker.memory.frames.owners().values():
+        for owner in frames.owners().values():
             owned[owner] = owned.get(owner, 0) + device.frame_bytes
         held = device.snapshot().held
         by_ledger = {

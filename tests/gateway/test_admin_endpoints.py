@@ -241,6 +241,24 @@ async def test_power_and_energy_of_a_device_are_told_where_they_are_known(full: 
     assert found[sample("omni_device_energy_joules_total", pool="default", device="cuda:0")] == 184320.0
 
 
+async def test_power_and_energy_are_told_of_each_device_where_there_are_several(full: World) -> None:
+    (pool,) = full.system.kinds["OmniPool"]
+    several = [
+        {"name": "cuda:0", "powerWatts": 310.5, "energyJoules": 184320.0},
+        {"name": "cuda:1", "problem": "the driver reports Xid 79"},
+        {"name": "cuda:2", "powerWatts": 90.5},
+    ]
+    pool["status"] |= {"device": "cuda:0 to cuda:2", "powerWatts": 401.0, "perDevice": several}
+    found = await metrics_of(full)
+    told = {name: value for name, value in found.items() if name[0].startswith("omni_device")}
+    assert told == {
+        sample("omni_device_power_watts", pool="default", device="cuda:0"): 310.5,
+        sample("omni_device_energy_joules_total", pool="default", device="cuda:0"): 184320.0,
+        sample("omni_device_power_watts", pool="default", device="cuda:2"): 90.5,
+        sample("omni_device_energy_joules_total", pool="default", device="cuda:2"): 0.0,
+    }
+
+
 async def test_the_oldest_waiter_has_an_age(full: World) -> None:
     line = full.agent.add("cold", awake=False)
     held = asyncio.create_task(full.post("/v1/chat/completions", json={**CHAT, "model": "cold"}))

@@ -1,4 +1,4 @@
-"""One emulated GPU for several processes: a page of memory that their drivers keep book in, and NVML that reads it.
+"""One emulated GPU for several processes: a page of memory that their drivers keep book in, and NVML (`nvml`) reads.
 
 Each process writes what it holds of the device itself, so that a leak in one shows, and a full device is full for all.
 Processes are told apart by user, start time and the pid in their own namespace, which the kernel tells inside a
@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import cuda.bindings.driver as real
 
@@ -144,48 +143,3 @@ def mapped_bytes(pid: int) -> int:
         return 0
     ranges = [row.split()[0].split("-") for row in rows if "/memfd:device (deleted)" in row]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
-
-
-class EmulatedNvml:
-    """Stands in for the module `pynvml`."""
-
-    class NVMLError(Exception):
-        """What the real one raises."""
-
-    def __init__(self, book: Book) -> None:
-        self.book = book
-        self.milliwatts, self.millijoules = 120_000, 5_000_000
-        self.silent = False
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        """Nothing."""
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id: bytes) -> str:  # noqa: N802
-        """The only device."""
-        return bus_id.decode()
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        """Of all."""
-        return SimpleNamespace(used=self.book.used_bytes())
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
-        """Processes that have a context."""
-        if self.silent:
-            raise self.NVMLError("GPU is lost")
-        held = {
-            pid: slot.bytes + (slot.imported if self.book.counts_imports else 0)
-            for pid, slot in self.book.processes()
-            if slot.bytes
-        }
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            if pid not in held and (others := mapped_bytes(pid)):
-                held[pid] = others
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in held.items()]
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        """In milliwatts."""
-        return self.milliwatts
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
-        """In millijoules."""
-        return self.millijoules

@@ -1,4 +1,4 @@
-"""A machine with an emulated GPU: a real agent finds it, and its model processes share its memory."""
+"""A machine with emulated GPUs: a real agent finds them, and its model processes share their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from agent.world import MIB, World
 from gpu import rehearsal
-from gpu.emulated_book import Book, EmulatedNvml
+from gpu.emulated_book import Book
+from gpu.nvml import EmulatedNvml
 from omnimodel.agent import contexts, spawner, supply
 from omnimodel.agent.zygotes import Zygotes
 from omnimodel.api import OmniPool
@@ -32,29 +33,47 @@ class Machine:
     """The driver of the agent's process, what all processes have, and NVML."""
 
     driver: rehearsal.RehearsalDriver
-    book: Book
+    books: list[Book]
     nvml: EmulatedNvml
+
+    @property
+    def book(self) -> Book:
+        """Of the first device."""
+        return self.books[0]
 
 
 @contextmanager
-def machine(folder: Path, *, counts_imports: bool = False) -> Iterator[Machine]:
-    """Make this machine one with a GPU, for as long as the context lasts.
+def machine(
+    folder: Path,
+    *,
+    devices: int = 1,
+    product: str = "NVIDIA H200",
+    instances: dict[str, tuple[int, int]] | None = None,
+    counts_imports: bool = False,
+) -> Iterator[Machine]:
+    """Make this machine one with GPUs, for as long as the context lasts.
 
     Args:
         folder: for its files.
+        devices: how many it has.
+        product: what they are called.
+        instances: see `EmulatedNvml`.
         counts_imports: see `Book`.
     """
-    gpu = folder / "gpus" / "0000:00:00.0"
-    gpu.mkdir(parents=True)
-    (gpu / "information").write_text("Model: \t\t Emulated\nDevice Minor: \t 0\n")
-    options = f"Path({str(folder / 'book')!r}), {DEVICE_BYTES}, {CONTEXT_BYTES}, counts_imports={counts_imports}"
+    for number in range(devices):
+        gpu = folder / "gpus" / f"0000:{number:02x}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t Emulated\nDevice Minor: \t {number}\n")
+    options = f"{DEVICE_BYTES}, {CONTEXT_BYTES}, counts_imports={counts_imports}"
+    places = [folder / f"book-{number}" for number in range(devices)]
     (folder / "emulated_place.py").write_text(
-        f"from pathlib import Path\nfrom gpu.emulated_book import Book\nBOOK = Book({options})\n"
+        "from pathlib import Path\nfrom gpu.emulated_book import Book\n"
+        f"BOOKS = [Book(Path(place), {options}) for place in {[str(place) for place in places]!r}]\n"
     )
-    book = Book(folder / "book", DEVICE_BYTES, CONTEXT_BYTES, counts_imports=counts_imports)
-    nvml = EmulatedNvml(book)
+    books = [Book(place, DEVICE_BYTES, CONTEXT_BYTES, counts_imports=counts_imports) for place in places]
+    nvml = EmulatedNvml(devices, instances, books)
     with pytest.MonkeyPatch.context() as patch:
-        driver = rehearsal.RehearsalDriver(capacity_bytes=DEVICE_BYTES, book=book)
+        driver = rehearsal.RehearsalDriver(DEVICE_BYTES, devices, product, books.__getitem__)
         patch.setattr(cuda_driver, "_loaded", [driver])
         patch.setattr(cuda_driver, "CONTROL_NODE", "/dev/null")
         patch.setattr(cuda_driver, "MEMORY_NODE", "/dev/zero")
@@ -69,7 +88,7 @@ def machine(folder: Path, *, counts_imports: bool = False) -> Iterator[Machine]:
         patch.setattr(spawner, "Zygotes", zygotes)
         patch.setattr(supply, "ARENA_SHARE", 0.25)
         driver.run()
-        yield Machine(driver, book, nvml)
+        yield Machine(driver, books, nvml)
 
 
 def pool(**device) -> OmniPool:
@@ -81,17 +100,18 @@ def pool(**device) -> OmniPool:
 def check(world: World, gpu: Machine) -> None:
     """The ledger says of each process what the driver says, and no more is held than there is."""
     world.check_ledger()
-    held = dict(gpu.book.processes())
-    device = world.ledger.device
-    for instance in world.broker.instances.values():
-        process = instance.process
-        slot = held.get(process.pid) if process else None
-        context_bytes = device.held_bytes(instance.name, Kind.CONTEXT)
-        working_bytes = device.held_bytes(instance.name, Kind.WORKING)
-        assert (slot.bytes if slot else 0) <= context_bytes + working_bytes, instance.name
-        if process is None:
-            assert (context_bytes, working_bytes) == (0, 0), instance.name
-    physical_bytes = device.frames * device.frame_bytes + sum(
-        device.held_bytes(kind=kind) for kind in (Kind.WORKING, Kind.CONTEXT)
-    )
-    assert physical_bytes <= device.capacity_bytes
+    for book, broker in zip(gpu.books, world.brokers.values(), strict=True):
+        held = dict(book.processes())
+        device = broker.memory.ledger.device
+        for instance in broker.instances.values():
+            process = instance.process
+            slot = held.get(process.pid) if process else None
+            context_bytes = device.held_bytes(instance.name, Kind.CONTEXT)
+            working_bytes = device.held_bytes(instance.name, Kind.WORKING)
+            assert (slot.bytes if slot else 0) <= context_bytes + working_bytes, instance.name
+            if process is None:
+                assert (context_bytes, working_bytes) == (0, 0), instance.name
+        physical_bytes = device.frames * device.frame_bytes + sum(
+            device.held_bytes(kind=kind) for kind in (Kind.WORKING, Kind.CONTEXT)
+        )
+        assert physical_bytes <= device.capacity_bytes

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gpu.emulated import EmulatedDriver
@@ -25,8 +26,14 @@ from omnimodel.memory.devices.cuda_window import CudaWindow
 class RehearsalDriver(EmulatedDriver):
     """Adds what the benchmark calls beyond the backend, and streams that proceed by themselves while they may."""
 
-    def __init__(self, capacity_bytes: int, book: Book | None = None) -> None:
-        super().__init__(capacity_bytes, book=book)
+    def __init__(
+        self,
+        capacity_bytes: int,
+        devices: int = 1,
+        product: str = "NVIDIA H200",
+        book_of: Callable[[int], Book] | None = None,
+    ) -> None:
+        super().__init__(capacity_bytes, devices=devices, product=product, book_of=book_of)
         self.flows = threading.Event()
         self.flows.set()
 

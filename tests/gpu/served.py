@@ -7,12 +7,15 @@ it would have on the GPU a model takes from the driver by `cache` and `leak`.
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
 
 import torch
-from emulated_place import BOOK
+from emulated_place import BOOKS
 
 from gpu import rehearsal
+from gpu.emulated_book import Book
 from omnimodel.memory.devices import cuda_driver
 from omnimodel.memory.devices.cuda_window import CudaWindow
 from omnimodel.runtime import serve
@@ -20,6 +23,12 @@ from omnimodel.runtime.engines import own
 
 _cached: list[tuple[int, int]] = []  # addresses and sizes
 _limit: list[int] = []
+
+
+def book() -> Book:
+    """Of the device that this process is shown."""
+    shown = os.environ["CUDA_VISIBLE_DEVICES"]
+    return BOOKS[uuid.UUID(shown.partition("-")[2]).bytes[-1]]
 
 
 def cache(size_bytes: int) -> None:
@@ -36,7 +45,7 @@ def leak(size_bytes: int) -> None:
 
 def wait_until_told() -> None:
     """Wait for the test."""
-    while not BOOK.own().told:
+    while not book().own().told:
         time.sleep(0.01)
 
 
@@ -46,7 +55,7 @@ def empty_cache() -> None:
         cuda_driver.call("cuMemFree", _cached.pop()[0])
 
 
-cuda_driver._loaded[:] = [rehearsal.RehearsalDriver(capacity_bytes=1 << 40, book=BOOK)]
+cuda_driver._loaded[:] = [rehearsal.RehearsalDriver(capacity_bytes=1 << 40, book_of=lambda _number: book())]
 CudaWindow._bind = rehearsal.bind
 CudaWindow.wait = rehearsal.wait
 own.torch_device = lambda _device: "cpu"

@@ -83,7 +83,7 @@ def told(world: World, name: str = "m1") -> dict[str, str]:
 def seen(gpu, world: World, name: str = "m1") -> int:
     """What NVML says of a model's process."""
     process = world.instance(name).process
-    found = {entry.pid: entry.usedGpuMemory for entry in gpu.nvml.nvmlDeviceGetComputeRunningProcesses("")}
+    found = {entry.pid: entry.usedGpuMemory for entry in gpu.nvml.nvmlDeviceGetComputeRunningProcesses(0)}
     return found.get(process.pid, 0) if process else 0
 
 
@@ -121,7 +121,7 @@ async def test_what_a_process_held_that_was_killed_is_free_only_when_the_driver_
     await world.apply(greedy(world))
     await world.ask("m1")
     real, pid = gpu.nvml.nvmlDeviceGetComputeRunningProcesses, world.instance("m1").process.pid
-    before = real("")
+    before = real(0)
     gpu.nvml.nvmlDeviceGetComputeRunningProcesses = lambda _: before  # it takes its time
     try:
         os.kill(pid, signal.SIGKILL)
@@ -222,7 +222,7 @@ async def test_the_report_has_what_the_gpu_draws_and_how_fast_a_wake_copied(worl
     await evict(world, "m9")
     await world.ask("m9")
     assert world.report("m9").last_wake_bytes_per_second == 0  # all of it was there
-    gpu.nvml.milliwatts, gpu.nvml.millijoules = 310_500, 7_000_000
+    gpu.nvml.milliwatts, gpu.nvml.millijoules = [310_500], [7_000_000]
     await world.until(lambda: world.agent.report().pool.power_watts == 310.5, "it is told")
     assert world.agent.report().pool.energy_joules == 7000.0
     assert world.agent.report().pool.context_bytes >= CONTEXT_BYTES

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
-from gpu.emulated_book import Book, EmulatedNvml
+from gpu.emulated_book import Book
+from gpu.nvml import EmulatedNvml
 from omnimodel.errors import OmniError
 from omnimodel.memory.devices.cuda_meter import Meter, open_meter
 
@@ -19,13 +20,13 @@ BUS = "0000:00:00.0"
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path):
-    found = EmulatedNvml(Book(tmp_path / "book", 256 * MIB, 4 * MIB))
+    found = EmulatedNvml(books=[Book(tmp_path / "book", 256 * MIB, 4 * MIB)])
     monkeypatch.setitem(sys.modules, "pynvml", found)
     return found
 
 
 def test_who_has_memory_is_told_by_pid_and_what_the_device_draws(nvml):
-    nvml.book.record(30 * MIB, 0)
+    nvml.books[0].record(30 * MIB, 0)
     meter, why = open_meter(BUS)
     assert why == ""
     assert meter.process_bytes() == {os.getpid(): 30 * MIB}
@@ -34,8 +35,8 @@ def test_who_has_memory_is_told_by_pid_and_what_the_device_draws(nvml):
 
 
 def test_numbers_of_processes_that_are_not_those_of_this_machine_are_of_no_use(nvml, monkeypatch):
-    nvml.book.record(30 * MIB, 0)
-    listed = nvml.nvmlDeviceGetComputeRunningProcesses("")
+    nvml.books[0].record(30 * MIB, 0)
+    listed = nvml.nvmlDeviceGetComputeRunningProcesses(0)
     listed[0].pid = 4_000_000  # as the host numbers them
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: listed)
     meter, why = open_meter(BUS)

@@ -113,7 +113,14 @@ async def post(world: World, name: str, path: str, body: dict) -> tuple[int, dic
 def children(world: World, name: str) -> list[psutil.Process]:
     """The server of a model, and what it has started."""
     found = psutil.Process(world.instance(name).process.pid).children(recursive=True)
-    return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in found if _runs(child)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def on_device(world: World, gpu, name: str) -> int:  # noqa: F811

@@ -61,6 +61,15 @@ def test_a_pool_on_a_gpu(gpu, device, budget_bytes, frame_bytes):
     assert found.auto_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(("asked", "served"), [(None, 1), (1, 1), (2, 2), (3, 3), (8, 3)])
+def test_a_pool_on_as_many_gpus_as_it_asks_for_and_there_are(gpu, monkeypatch, asked, served):
+    monkeypatch.setattr(cuda_driver, "_loaded", [EmulatedDriver(capacity_bytes=40 * GIB, devices=3)])
+    wished = {"type": "cuda", "memory": "50%"} | ({} if asked is None else {"count": asked})
+    found = supply(pool(**wished), MACHINE)
+    assert found.budgets == {f"cuda:{number}": 20 * GIB for number in range(served)}
+    assert (found.device, found.budget_bytes) == ("cuda:0", served * 20 * GIB)
+
+
 @pytest.mark.parametrize("wished", ["cpu", "auto"])
 def test_beside_a_gpu_the_cpu_serves_unless_cuda_is_wished(gpu, wished):
     found = supply(pool(type=wished), MACHINE)
@@ -109,7 +118,7 @@ ON_GPU = Prepared(None, None, None, 64 << 20, "cuda:0", 1)
 
 
 def request(tmp_path: Path, prepared: Prepared):
-    return serving_request("model", SPEC, Layout(tmp_path), prepared, memory_bytes=1, number=1)
+    return serving_request("model", SPEC, Layout(tmp_path), prepared, device=prepared.device, memory_bytes=1, number=1)
 
 
 def test_a_process_is_shown_its_gpu_and_no_other(gpu, tmp_path):

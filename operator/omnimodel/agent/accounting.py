@@ -29,7 +29,7 @@ class Accounting:
     Args:
         memory: whose ledger it keeps.
         instances: all there are.
-        zygote_bytes: measures the private memory of all zygotes.
+        zygote_bytes: measures the private memory of all zygotes; None where another one does.
         give_up: frees about so many bytes of host memory; asked again as long as there are too few.
         watch: looks after what processes hold on the device.
     """
@@ -38,7 +38,7 @@ class Accounting:
         self,
         memory: DeviceMemory,
         instances: Mapping[str, Instance],
-        zygote_bytes: Callable[[], int],
+        zygote_bytes: Callable[[], int] | None,
         give_up: Callable[[int], object],
         watch: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
@@ -56,7 +56,8 @@ class Accounting:
             try:
                 for instance in list(self._instances.values()):
                     await self.measure(instance)
-                self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
+                if self._zygote_bytes is not None:
+                    self._hold_on_host("zygotes", Kind.ZYGOTE, self._zygote_bytes())
                 await self._watch()
             except Exception:
                 log.exception("not_measured")

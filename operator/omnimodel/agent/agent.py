@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from omnimodel.agent.adoption import Adoption, served_by
-from omnimodel.agent.broker import Broker
 from omnimodel.agent.confinement import serving_request
 from omnimodel.agent.descriptors import DescriptorStore
+from omnimodel.agent.devices import Devices
 from omnimodel.agent.events import EventLog
 from omnimodel.agent.ingress import Ingress
 from omnimodel.agent.instance import Instance
@@ -32,7 +32,6 @@ from omnimodel.agent.spawner import Spawner
 from omnimodel.agent.supply import Machine, Supply, supply, too_weak
 from omnimodel.api import OmniPool, OmniProcess
 from omnimodel.errors import DispatchError, OmniError, Reason
-from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import Estimate, InferenceRequest, InferenceResponse, ModelCard
 from omnimodel.protocol.report import AgentReport, PoolReport
 
@@ -168,6 +167,7 @@ class Agent:
                     least_device_bytes=self._adoption.device_bytes,
                     events=self.events,
                     doubt=self._doubt_published,
+                    tell_lost=lambda error: self._warn(str(error.reason), str(error)),
                     changed=self._tell_change,
                 )
             except OmniError as error:
@@ -176,7 +176,7 @@ class Agent:
             self.layout = self._opened.layout
             self._keep_house(self._opened)
         else:
-            self._opened.broker.resize(found.budget_bytes, found.host_bytes)
+            self._opened.devices.resize(found.budgets, found.host_bytes)
         self._pool, self._refusal = pool, refusal
         note = "; ".join(self._opened.without_effect(pool, found))
         if note and note != self._note:
@@ -197,9 +197,9 @@ class Agent:
         self._tell_change()
 
     def _keep_house(self, opened: OpenedPool) -> None:
-        keeping, instances = opened.preparation.housekeeping, opened.broker.instances
+        keeping, devices = opened.preparation.housekeeping, opened.devices
         keeping.needs = lambda: needs_of(
-            self._models.values(), self._specs.values(), instances.values(), opened.supply.forms
+            self._models.values(), self._specs.values(), devices.instances.values(), opened.supply.forms
         )
         keeping.tell = lambda gone: self.events.add("OmniPool", "", self._pool_name, "Pruned", removed_words(gone))
 
@@ -213,9 +213,9 @@ class Agent:
         self.events.add("OmniPool", "", self._pool_name, reason, message, warning=True)
 
     @property
-    def _broker(self) -> Broker:
+    def _devices(self) -> Devices:
         assert self._opened is not None
-        return self._opened.broker
+        return self._opened.devices
 
     @property
     def _pool_name(self) -> str:
@@ -224,13 +224,14 @@ class Agent:
     def _model(self, opened: OpenedPool, key: str, spec: dict[str, Any]) -> Model:
         leaving = any(task.get_name() == f"remove {key}" for task in self._background)
         instance = self._instance(spec, f"{key}@{next(self._revisions)}" if leaving else key)
-        if self._adoption.adopt(key, instance, opened.broker.moves):
-            opened.broker.instances[instance.name] = instance
+        first = opened.devices.first  # processes outlive their agent where there is no other
+        if self._adoption.adopt(key, instance, first.moves):
+            opened.devices.add(instance, first.memory.device.name)
         return Model(
             key,
             instance,
             make=lambda newer: self._instance(newer, f"{key}@{next(self._revisions)}"),
-            broker=opened.broker,
+            devices=opened.devices,
             preparation=opened.preparation,
             layout=self.layout,
             changed=self._tell_change,
@@ -238,18 +239,23 @@ class Agent:
 
     def _instance(self, spec: dict[str, Any], name: str) -> Instance:
         instance = Instance(
-            name, spec, spawn=self._spawn, changed=self._broker.kick, on_exit=self._exited, keep=self._provide
+            name,
+            spec,
+            spawn=self._spawn,
+            changed=lambda: self._devices.of(instance).kick(),
+            on_exit=self._exited,
+            keep=self._provide,
         )
-        instance.context_bytes = self._broker.memory.device.context_bytes
+        instance.context_bytes = self._devices.of(instance).memory.device.context_bytes
         return instance
 
     def _provide(self, instance: Instance) -> None:
-        on_host = self._broker.memory.device.on_host  # who wrote last into frames of a GPU, no later agent could say
+        on_host = self._devices.on_host  # who wrote last into frames of a GPU, no later agent could say
         if on_host and self._store is not None and self._spawner is not None and instance.process is not None:
             self._spawner.keep(instance.process, served_by(instance), instance.mapped or ())
 
     def _exited(self, instance: Instance, error: OmniError | None) -> None:
-        self._broker.moves.on_exit(instance, error)
+        self._devices.of(instance).moves.on_exit(instance, error)
         model = self._models.get(f"{instance.namespace}/{instance.model}")
         if model is not None and error is not None and error.reason is Reason.OUT_OF_MEMORY:
             model.outgrown(instance)
@@ -269,7 +275,7 @@ class Agent:
         assert instance.prepared is not None
         if self._refusal is not None:
             raise self._refusal
-        own_bytes = instance.working_bytes if self._broker.memory.device.on_host else _HOST_BYTES
+        own_bytes = instance.working_bytes if self._devices.on_host else _HOST_BYTES
         if instance.spec["engine"] in SLEEPERS:  # the weights are in its own memory while it sleeps
             own_bytes += instance.spec["deviceMemoryBytes"]
         memory_bytes = instance.spec["limits"]["memoryBytes"] or own_bytes
@@ -278,6 +284,7 @@ class Agent:
             instance.spec,
             self.layout,
             instance.prepared,
+            device=instance.device,
             memory_bytes=memory_bytes,
             number=next(self._numbers),
         )
@@ -286,7 +293,7 @@ class Agent:
     async def wake(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
         instance = self._found(namespace, name).serving
-        await self._broker.orders.wake(instance, deadline_seconds)
+        await self._devices.of(instance).orders.wake(instance, deadline_seconds)
         return {"tier": instance.tier, "wakeSeconds": instance.last_wake_seconds}
 
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
@@ -300,7 +307,7 @@ class Agent:
                 reason=Reason.SHARES_WITH_KEPT,
                 status=409,
             )
-        await self._broker.orders.evict(instance, deadline_seconds, "evicted by hand")
+        await self._devices.of(instance).orders.evict(instance, deadline_seconds, "evicted by hand")
         return {"tier": instance.tier, "evictSeconds": instance.last_evict_seconds}
 
     async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
@@ -356,7 +363,11 @@ class Agent:
                 working_bytes=0, free_bytes=0, host_budget_bytes=0, host_bytes=0, arena_bytes=0, footprint_bytes=0,
                 isolation_level=level, isolation_missing=missing, ready=False, reason=reason, message=why,
             )  # fmt: skip
-        account = opened.broker.memory.ledger.snapshot()
+        devices = opened.devices.reports()
+        problems = "; ".join(f"{device.name}: {device.problem}" for device in devices if device.problem)
+        if refusal is None and not opened.devices.usable:
+            reason, why = str(Reason.DEVICE_LOST), problems
+        memory = opened.devices.first.memory
         room = opened.preparation.room
         footprint_bytes = sum(
             model.serving.weights_bytes + model.serving.working_bytes
@@ -366,27 +377,28 @@ class Agent:
         return PoolReport(
             pool=name,
             node=self._node,
-            device=opened.broker.memory.device.name,
-            budget_bytes=account.device.capacity_bytes,
-            resident_bytes=account.device.total_bytes(Kind.FRAMES),
-            promised_bytes=account.device.total_bytes(Kind.PROMISE),
-            working_bytes=account.device.total_bytes(Kind.WORKING),
-            free_bytes=account.device.free_bytes,
-            host_budget_bytes=account.host.capacity_bytes,
-            host_bytes=account.host.capacity_bytes - account.host.free_bytes,
-            arena_bytes=opened.broker.memory.arena.held_bytes,
+            device=devices[0].name if len(devices) == 1 else f"{devices[0].name} to {devices[-1].name}",
+            budget_bytes=sum(device.budget_bytes for device in devices),
+            resident_bytes=sum(device.resident_bytes for device in devices),
+            promised_bytes=sum(device.promised_bytes for device in devices),
+            working_bytes=sum(device.working_bytes for device in devices),
+            free_bytes=sum(device.free_bytes for device in devices),
+            host_budget_bytes=memory.ledger.host.capacity_bytes,
+            host_bytes=memory.ledger.host.held_bytes(),
+            arena_bytes=memory.arena.held_bytes,
             footprint_bytes=footprint_bytes,
             isolation_level=level,
             isolation_missing=missing,
-            ready=refusal is None,
+            ready=not reason,
             reason=reason,
-            message=why or self._note,
+            message=why or "; ".join(filter(None, [problems, self._note])),
             store_path=str(self.layout.kept),
             store_bytes=room.capacity_bytes,
             store_free_bytes=room.free_bytes,
-            context_bytes=account.device.total_bytes(Kind.CONTEXT),
-            power_watts=opened.broker.moves.contexts.watts or 0.0,
-            energy_joules=opened.broker.moves.contexts.joules or 0.0,
+            context_bytes=sum(device.context_bytes for device in devices),
+            power_watts=sum(device.power_watts for device in devices),
+            energy_joules=sum(device.energy_joules for device in devices),
+            devices=devices if len(devices) > 1 else (),
         )
 
     async def wait_changed(self) -> None:

@@ -7,20 +7,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.accounting import Accounting
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.moves import DeviceMemory, Moves
 from omnimodel.agent.orders import Orders
+from omnimodel.agent.relief import relieve_host
 from omnimodel.agent.views import free_bytes, idle_models, model_state
-from omnimodel.errors import LedgerError
+from omnimodel.errors import DispatchError, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleConstants, idle_steps
 from omnimodel.placement.residency import next_step
 from omnimodel.placement.state import Constants, Drain, Step, worth
 
 if TYPE_CHECKING:
+    from omnimodel.agent.devices import Devices
     from omnimodel.agent.events import EventLog
 
 log = logging.getLogger(__name__)
@@ -36,8 +39,9 @@ class Broker:
     Args:
         memory: of the device.
         events: where moves are told to people.
-        zygote_bytes: measures the private memory of all zygotes.
+        zygote_bytes: measures the private memory of all zygotes; None where the broker of another device does.
         changed: called when something that is reported may have changed.
+        devices: of which this one is one; None when it is the only one.
         constants: of the policy; the measured ones are kept up to date here.
         idle: of the idle steps; how much memory warm processes may hold follows from the host's budget.
     """
@@ -47,8 +51,9 @@ class Broker:
         memory: DeviceMemory,
         events: EventLog,
         *,
-        zygote_bytes: Callable[[], int] = lambda: 0,
+        zygote_bytes: Callable[[], int] | None = lambda: 0,
         changed: Callable[[], None] = lambda: None,
+        devices: Devices | None = None,
         constants: Constants | None = None,
         idle: IdleConstants | None = None,
     ) -> None:
@@ -59,14 +64,18 @@ class Broker:
         self.reasons: dict[str, str] = {}
         self._budget_bytes = memory.ledger.device.capacity_bytes
         self._changed = changed
-        self._drains: list[Drain] = []
-        self.accounting = Accounting(memory, self.instances, zygote_bytes, self._relieve_host, self._watch_device)
+        self._devices = devices
+        self.drains: list[Drain] = []
+        self.worth_in_arena = devices.worth_of_image if devices else self.worth_of_image
+        relieve = devices.relieve_host if devices else partial(relieve_host, [self])
+        self.accounting = Accounting(memory, self.instances, zygote_bytes, relieve, self._watch_device)
         self.moves = Moves(
             memory,
             events,
             self.instances,
-            worth=self._worth_of_image,
-            relieve=self._relieve_host,
+            worth=self.worth_of_image,
+            worth_in_arena=self.worth_in_arena,
+            relieve=relieve,
             vacate=self._vacate_device,
             measure=self.accounting.measure,
             changed=self.kick,
@@ -80,6 +89,11 @@ class Broker:
     def budget_bytes(self) -> int:
         """What the device shall hold at most; after an edit of the pool it holds more until enough has left."""
         return self._budget_bytes
+
+    @property
+    def lost(self) -> OmniError | None:
+        """Why the device can do nothing any more; None as long as it can."""
+        return self.moves.lost
 
     def kick(self) -> None:
         """Look again: something has changed."""
@@ -130,6 +144,11 @@ class Broker:
     def _decide(self) -> float | None:
         """Apply what the policy says until it says nothing; when to ask again."""
         now = time.monotonic()
+        if self._devices is not None:
+            self._devices.place(now)
+        if self.lost is not None:
+            self._give_up(self.lost)
+            return None
         if self.moves.loads.copy_bytes_per_second is not None:
             self.constants = replace(self.constants, copy_bytes_per_second=self.moves.loads.copy_bytes_per_second)
         for instance in self.instances.values():
@@ -138,14 +157,14 @@ class Broker:
         self._grant_unknown()
         times = [self._start_ahead(now), self._step_down(now)]
         for _ in range(4 * len(self.instances) + 4):
-            waiting = self._drains or any(self._asks(instance) for instance in self.instances.values())
-            if not waiting and self._free_bytes() >= 0:
+            waiting = self.drains or any(self._asks(instance) for instance in self.instances.values())
+            if not waiting and self.free_bytes >= 0:
                 break
             step = next_step(
                 now,
                 [model_state(instance, now, self.moves) for instance in self.instances.values()],
-                self._free_bytes(),
-                self._drains,
+                self.free_bytes,
+                self.drains,
                 self.moves.loads.copying,
                 self.constants,
                 budget_bytes=self.budget_bytes,
@@ -165,6 +184,13 @@ class Broker:
         if self.memory.device.context_bytes and short_bytes > 0 and self.moves.loads.copying is None:
             self._vacate_device(short_bytes, needed=False)
 
+    def _give_up(self, lost: OmniError) -> None:
+        """Refuse whoever waits for a device that is lost; a model that can wait for another one is placed there."""
+        if self._devices is not None and self._devices.usable:
+            return
+        for instance in self.instances.values():
+            instance.line.refuse(partial(_lost, instance, lost))
+
     def _grant_unknown(self) -> None:
         """Give models whose size is not known yet a working memory to be measured under: what the kept ones leave."""
         kept_bytes = sum(
@@ -182,9 +208,11 @@ class Broker:
         """Whether the policy has to look at it: somebody waits for it, or it was refused and may no longer be."""
         return bool(instance.blocked) or (instance.state is not State.RESIDENT and instance.wanted)
 
-    def _free_bytes(self) -> int:
+    @property
+    def free_bytes(self) -> int:
+        """What the policy may give away; below zero while victims drain."""
         lost_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE) + self.moves.contexts.lost_bytes
-        return free_bytes(self.instances, self._drains, self.budget_bytes, lost_bytes)
+        return free_bytes(self.instances, self.drains, self.budget_bytes, lost_bytes)
 
     def _refuse(self, blocked: dict[str, str]) -> None:
         """Answer at once for models that can never be resident as things are."""
@@ -192,6 +220,7 @@ class Broker:
             instance = self.instances[name]
             if instance.blocked != sentence:
                 instance.blocked = sentence
+                self._wake.set()  # another device may hold it
                 self.moves.tell(instance, "Refused", sentence, warning=True)
             instance.line.refuse(instance.door.refusal)
         for instance in self.instances.values():
@@ -203,7 +232,7 @@ class Broker:
             self._forget_drain(target)
         if step.drain:
             assert step.target is not None
-            self._drains.append(Drain(step.target, step.drain))
+            self.drains.append(Drain(step.target, step.drain))
             for name in step.drain:
                 self.instances[name].draining = True
         for_whom = step.wake or step.target or ""
@@ -217,12 +246,12 @@ class Broker:
             self.moves.wake(self.instances[step.wake], leaving)
 
     def _forget_drain(self, target: str) -> None:
-        for drain in self._drains:
+        for drain in self.drains:
             if drain.target == target:
                 for name in drain.victims:
                     if name in self.instances and not self.instances[name].leaving:
                         self.instances[name].draining = False
-        self._drains = [drain for drain in self._drains if drain.target != target]
+        self.drains = [drain for drain in self.drains if drain.target != target]
 
     def _start_ahead(self, now: float) -> float | None:
         """Start the processes of models that somebody waits for, so that they are warm when their turn comes."""
@@ -244,7 +273,9 @@ class Broker:
     def _step_down(self, now: float) -> float | None:
         """Let go what nobody has used for a while."""
         host = self.memory.ledger.host
-        warm_bytes = max(0, host.capacity_bytes - host.held_bytes(kind=Kind.ZYGOTE))
+        own_bytes = sum(host.held_bytes(name, Kind.PROCESS) for name in self.instances)
+        others_bytes = host.held_bytes(kind=Kind.ZYGOTE) + host.held_bytes(kind=Kind.PROCESS) - own_bytes
+        warm_bytes = max(0, host.capacity_bytes - others_bytes)
         constants = replace(self.idle_constants, warm_bytes=warm_bytes)
         step = idle_steps(now, idle_models(self.instances.values(), self.moves), constants)
         for name in sorted(step.park):
@@ -256,7 +287,8 @@ class Broker:
 
     # Measuring
 
-    def _worth_of_image(self, digest: str) -> float:
+    def worth_of_image(self, digest: str) -> float:
+        """What an image is worth to the models of this device; below zero when none has it."""
         now = time.monotonic()
         values = [
             worth(model_state(instance, now, self.moves), now, self.constants)
@@ -275,31 +307,6 @@ class Broker:
         instance.working_bytes = min(working_bytes, held_bytes) if held_bytes else working_bytes
         instance.measured = True
         self.kick()
-
-    def _relieve_host(self, short_bytes: int) -> bool:
-        """Give up images of the arena, then the warm processes that are missed least, since host memory is short.
-
-        Returns:
-            Whether any bytes are free now that were not, or will be in a moment.
-        """
-        host = self.memory.ledger.host
-        going = (i for i in self.instances.values() if i.name in self.moves and i.state in {State.WARM, State.STOPPING})
-        coming_bytes = sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
-        if coming_bytes < short_bytes:
-            coming_bytes += self.memory.arena.give_up(short_bytes - coming_bytes, self._worth_of_image)
-        warm = [
-            instance
-            for instance in self.instances.values()
-            if instance.state in {State.WARM, State.PARKED}
-            and not instance.line.busy
-            and instance.name not in self.moves
-        ]
-        for instance in sorted(warm, key=lambda i: (i.residency.priority, i.line.last_arrival_seconds)):
-            if coming_bytes >= short_bytes:
-                break
-            self.moves.step_off(instance, "host memory is short", "host", stop=True)
-            coming_bytes += host.held_bytes(instance.name, Kind.PROCESS)
-        return coming_bytes > 0
 
     def _vacate_device(self, short_bytes: int, *, needed: bool = True) -> bool:
         """Park warm processes, those that are missed least, since device memory is short.
@@ -352,4 +359,10 @@ class Broker:
         if device.capacity_bytes != wanted_bytes:
             device.resize(wanted_bytes)
         if device.surplus_frames() and (self._shrinking is None or self._shrinking.done()):
-            self._shrinking = asyncio.create_task(self.memory.frames.make_room(self._worth_of_image), name="shrink")
+            self._shrinking = asyncio.create_task(self.memory.frames.make_room(self.worth_of_image), name="shrink")
+
+
+def _lost(instance: Instance, lost: OmniError) -> DispatchError:
+    """What is said to requests of a model that no device is left for."""
+    problem = f"{lost.subject} is lost: {lost.problem}"
+    return DispatchError(instance.subject, problem, lost.cure, reason=Reason.DEVICE_LOST, status=503)

@@ -40,12 +40,14 @@ def serving_request(
     layout: Layout,
     prepared: Prepared,
     *,
+    device: str,
     memory_bytes: int,
     number: int,
 ) -> ProcessRequest:
     """The process that serves a model.
 
     Args:
+        device: that it gets, as the agent sees it: `host` or `cuda:1`. It sees one GPU at most, as its first.
         memory_bytes: limit of its private memory.
         number: grows with every process, so that each has an identity of its own.
     """
@@ -55,12 +57,12 @@ def serving_request(
         mounts.append(_source_mount(prepared.source))
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), prepared.source)
     request = _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
-    if prepared.device == "host":
+    if device == "host":
         return request
     return replace(
         request,
-        plan=replace(request.plan, devices=device_nodes(prepared.device)),
-        env={**request.env, "CUDA_VISIBLE_DEVICES": device_uuid(prepared.device)},
+        plan=replace(request.plan, devices=device_nodes(device)),
+        env={**request.env, "CUDA_VISIBLE_DEVICES": device_uuid(device)},
     )
 
 

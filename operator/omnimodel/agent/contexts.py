@@ -41,6 +41,7 @@ class Contexts:
         worth: of an image by its digest; the least worth loses its frames first.
         vacate: asks for so many bytes of the device; whether any are coming.
         tell: tells people what happened to an instance.
+        is_lost: whether the device can do nothing any more; then nobody is asked, and nothing is waited for.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Contexts:
         worth: Callable[[str], float],
         vacate: Callable[[int], bool],
         tell: Callable[[Instance, str, str], None],
+        is_lost: Callable[[], bool],
     ) -> None:
         self._memory = memory
         self._account = memory.ledger.device
         self._worth = worth
         self._vacate = vacate
         self._tell = tell
+        self._is_lost = is_lost
         self.watts: float | None = None  # as of the last look
         self.joules: float | None = None
         self._leaving: set[asyncio.Task[None]] = set()
@@ -122,7 +125,7 @@ class Contexts:
         Of one that has frames mapped these may be in it, or not.
         """
         meter = self._memory.device.meter
-        if meter is None:
+        if meter is None or self._is_lost():
             return None
         try:
             held = await asyncio.to_thread(meter.process_bytes)
@@ -225,7 +228,7 @@ class Contexts:
             The instances whose process holds more than it may, and why it is to be killed.
         """
         meter = self._memory.device.meter
-        if meter is None:
+        if meter is None or self._is_lost():
             return []
         self.watts, self.joules = await asyncio.to_thread(lambda: (meter.watts(), meter.joules()))
         own = [it for it in instances if it.state in {State.WARM, State.RESIDENT} and not it.foreign]
@@ -268,7 +271,7 @@ class Contexts:
         """Keep what an ended process held until the driver shows it no more: it takes back a little later."""
         left_bytes = sum(self._account.give_back(name, kind) for kind in (Kind.WORKING, Kind.CONTEXT))
         pid, _ = self._first.pop(name, (0, 0))
-        if not left_bytes or not pid or not self.measured:
+        if not left_bytes or not pid or not self.measured or self._is_lost():
             return
         holder = f"{name} ended {pid}"
         self._account.hold(holder, Kind.CONTEXT, left_bytes)
@@ -279,7 +282,7 @@ class Contexts:
     async def _until_gone(self, holder: str, pid: int) -> None:
         meter, deadline = self._memory.device.meter, time.monotonic() + _GONE_SECONDS
         assert meter is not None
-        while True:
+        while not self._is_lost():
             try:
                 if pid not in await asyncio.to_thread(meter.process_bytes):
                     break

@@ -97,6 +97,9 @@ class Instance:
         self.state = State.COLD
         self.since_seconds = time.time()
         self.message = ""
+        self.device = ""  # that it is placed on; its process, while it has one, is bound to it
+        self.moved_seconds = -math.inf  # when its process was ended for another device
+        self.started_seconds, self.wakes_before = -math.inf, 0  # of its process
         self.prepared: Prepared | None = None
         self.verified = False
         self.measured = False
@@ -297,6 +300,7 @@ class Instance:
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
         self.process, self.session, self.unparkable = process, self._session(process), False
+        self.started_seconds, self.wakes_before = time.monotonic(), self.wakes
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
 
     def keep(self) -> None:

@@ -35,6 +35,7 @@ class Loads:
     Args:
         memory: of the device.
         worth: of an image by its digest; the least worth loses its frames first.
+        worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
         end_sleepers: asks for so many bytes of the device, for an instance, from servers that sleep.
     """
@@ -44,6 +45,7 @@ class Loads:
         memory: DeviceMemory,
         *,
         worth: Callable[[str], float],
+        worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
         vacate: Callable[[int], bool],
         end_sleepers: Callable[[Instance, int], None],
@@ -52,6 +54,7 @@ class Loads:
         self.copy_bytes_per_second: float | None = None
         self._memory = memory
         self._worth = worth
+        self._worth_in_arena = worth_in_arena
         self._relieve = relieve
         self._vacate = vacate
         self._end_sleepers = end_sleepers
@@ -90,7 +93,7 @@ class Loads:
             if image is None or not prepared.frame_count:
                 account.grant(instance.name)
             else:
-                async with self._memory.arena.staged(image, worth_of) as staged:
+                async with self._memory.arena.staged(image, self._worth_in_arena) as staged:
                     allocation = pool.take(instance.name, image.digest, worth_of)
                     frames, began = allocation.frames, time.perf_counter()
                     late_seconds = self._late_seconds(image)

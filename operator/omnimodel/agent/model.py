@@ -22,6 +22,7 @@ from omnimodel.render import spec_card
 
 if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
+    from omnimodel.agent.devices import Devices
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.preparation import Preparation, Prepared
 
@@ -57,7 +58,7 @@ class Model:
         instance: Instance,
         *,
         make: Callable[[dict[str, Any]], Instance],
-        broker: Broker,
+        devices: Devices,
         preparation: Preparation,
         layout: Layout,
         changed: Callable[[], None],
@@ -70,9 +71,9 @@ class Model:
         self.problem: OmniError | None = None
         self.created_seconds = int(time.time())
         self._make = make
-        self._broker = broker
+        self._devices = devices
         self._preparation = preparation
-        self._sizes = Sizes(broker, layout)
+        self._sizes = Sizes(devices, layout)
         self._changed = changed
         self._task: asyncio.Task[None] | None = None
         self._revising: asyncio.Task[None] | None = None
@@ -130,11 +131,15 @@ class Model:
         self._discard(abandoned, "a newer revision takes its place")
         self._bring(instance)
 
+    def _broker(self, instance: Instance) -> Broker:
+        """Who decides about a revision: it may be on another device than the last one."""
+        return self._devices.of(instance)
+
     def _discard(self, instance: Instance | None, why: str) -> None:
         """Remove a revision; its requests in flight finish first, within its `limits.drainTimeout`."""
         if instance is None:
             return
-        task = asyncio.create_task(self._broker.orders.remove(instance, why), name=f"discard {instance.name}")
+        task = asyncio.create_task(self._broker(instance).orders.remove(instance, why), name=f"discard {instance.name}")
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
 
@@ -144,7 +149,7 @@ class Model:
         self.phase = "draining"
         await asyncio.gather(
             *self._discarding,
-            *(self._broker.orders.remove(instance, "the model was deleted") for instance in self.instances),
+            *(self._broker(instance).orders.remove(instance, "the model was deleted") for instance in self.instances),
         )
 
     async def halt(self) -> None:
@@ -166,7 +171,7 @@ class Model:
                 if instance.prepared is None:
                     instance.prepared = await self._prepare(instance)
                     self._sizes.find(instance)
-                self._broker.instances[instance.name] = instance
+                self._devices.add(instance)
                 self._say("starting")
                 await self._verify(instance)
                 break
@@ -180,7 +185,7 @@ class Model:
                 )
             await asyncio.sleep(max(0.05, instance.failures.retry_at_seconds - time.monotonic()))
         self.problem = None
-        self._broker.moves.tell(
+        self._broker(instance).moves.tell(
             instance, "Ready", "it answered its probe" if instance.spec["probe"] else "it was woken"
         )
         if instance is self.incoming:
@@ -220,7 +225,7 @@ class Model:
         self.problem = error
         self._say("failed")
         if instance.failure is None or time.monotonic() >= instance.failures.retry_at_seconds:
-            self._broker.moves.failed(instance, error)
+            self._broker(instance).moves.failed(instance, error)
         log.warning("model_failed model=%s reason=%s problem=%r", instance.name, error.reason, error.problem)
 
     def _say(self, phase: str, progress: float = -1.0) -> None:
@@ -229,7 +234,7 @@ class Model:
 
     def _report(self, phase: str, progress: float) -> None:
         if phase != self.phase and phase in _LONG_PHASES:
-            self._broker.moves.tell(self.latest, phase.capitalize(), _LONG_PHASES[phase])
+            self._broker(self.latest).moves.tell(self.latest, phase.capitalize(), _LONG_PHASES[phase])
         self.latest.message = phase
         self._say(phase, progress)
 
@@ -240,21 +245,21 @@ class Model:
             OmniError: it could not be woken, or answers wrongly.
         """
         waiter = instance.line.arrive(time.monotonic(), system=True)
-        self._broker.kick()
+        self._broker(instance).kick()
         renew = False
         try:
             await waiter.admitted
             self._say("probing")
             await prove(instance)
             process = instance.process
-            await self._broker.accounting.measure(instance)
+            await self._broker(instance).accounting.measure(instance)
             if process is None or instance.process is not process:
                 raise OmniError(instance.subject, "its process ended after its first answer", reason=Reason.CRASHED)
             if not instance.measured:
                 await self._sizes.measure(instance, process)
                 renew = not instance.spec["limits"]["memoryBytes"]
         finally:
-            self._broker.moves.end_measuring(instance)
+            self._broker(instance).moves.end_measuring(instance)
             waiter.leave()
         if renew:
             await self._sizes.apply(instance)
@@ -263,7 +268,7 @@ class Model:
         instance.failures.recovered()
         instance.wish_again()
         instance.door.admit()
-        self._broker.kick()
+        self._broker(instance).kick()
 
     def _switch(self, instance: Instance) -> None:
         """Let a verified revision take over: whoever waits goes to it, who is in flight finishes with the old one."""
@@ -271,7 +276,7 @@ class Model:
         self.serving, self.incoming = instance, None
         old.line.hand_over(instance.line)
         self._changed()
-        self._broker.kick()
+        self._broker(instance).kick()
         self._discard(old, "a newer revision serves")
 
     def doubt(self, instance: Instance) -> None:
@@ -330,7 +335,7 @@ class Model:
         """The model now."""
         failures = self.serving.failures
         ready, reason, message = self._readiness(failures.repeated or failures.waiting(time.monotonic()))
-        report = instance_report(self.serving, self._broker.memory.ledger)
+        report = instance_report(self.serving, self._broker(self.serving).memory.ledger)
         return replace(
             report,
             phase=report.phase if self.phase == "serving" else self.phase,

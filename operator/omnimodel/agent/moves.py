@@ -50,6 +50,7 @@ class Moves:
         events: where moves are told to people.
         instances: all there are, by name.
         worth: of an image by its digest; the least worth loses its frames first.
+        worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
         changed: called when a move has ended.
@@ -62,16 +63,27 @@ class Moves:
         instances: Mapping[str, Instance],
         *,
         worth: Callable[[str], float],
+        worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
         vacate: Callable[[int], bool],
         measure: Callable[[Instance], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
         self.memory = memory
-        self.loads = Loads(memory, worth=worth, relieve=relieve, vacate=vacate, end_sleepers=self._end_sleepers)
-        self.contexts = Contexts(memory, worth=worth, vacate=vacate, tell=self.tell)
+        self.loads = Loads(
+            memory,
+            worth=worth,
+            worth_in_arena=worth_in_arena,
+            relieve=relieve,
+            vacate=vacate,
+            end_sleepers=self._end_sleepers,
+        )
+        self.contexts = Contexts(
+            memory, worth=worth, vacate=vacate, tell=self.tell, is_lost=lambda: self.lost is not None
+        )
         self.parks = Parks(memory, self.contexts, relieve=relieve, measure=measure, tell=self.tell)
         self.measuring: str | None = None
+        self.lost: OmniError | None = None  # the device can do nothing any more
         self._events = events
         self._instances = instances
         self._measure = measure
@@ -332,7 +344,10 @@ class Moves:
 
     def failed(self, instance: Instance, error: OmniError) -> None:
         """Note a failure and tell people."""
-        instance.fail(error)
+        if error.reason is Reason.DEVICE_LOST:  # no fault of the model's: it is woken elsewhere, at once
+            self.lost = self.lost or error
+        else:
+            instance.fail(error)
         self.tell(instance, str(error.reason), error.advice, warning=True)
 
     def tell(self, instance: Instance, reason: str, message: str, *, warning: bool = False) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.agent.instance import Instance, State
-from omnimodel.protocol.report import ModelReport, ProcessReport
+from omnimodel.memory.ledger import Kind
+from omnimodel.protocol.report import DeviceReport, ModelReport, ProcessReport
 
 if TYPE_CHECKING:
+    from omnimodel.agent.moves import Moves
     from omnimodel.memory.ledger import Ledger
 
 MOST_TENSORS = 256  # of one model; each has a name of at most so many characters, and so many dimensions
@@ -34,6 +36,25 @@ def _tensors_of(described: object) -> tuple[dict[str, Any], ...]:
             return ()
         found.append({"name": name, "datatype": datatype, "shape": list(shape)})
     return tuple(found)
+
+
+def device_report(moves: Moves) -> DeviceReport:
+    """What is held of one device; nothing counts that is lost."""
+    name = moves.memory.device.name
+    if moves.lost is not None:
+        return DeviceReport(name, problem=moves.lost.advice)
+    account = moves.memory.ledger.device.snapshot()
+    return DeviceReport(
+        name=name,
+        budget_bytes=account.capacity_bytes,
+        resident_bytes=account.total_bytes(Kind.FRAMES),
+        promised_bytes=account.total_bytes(Kind.PROMISE),
+        working_bytes=account.total_bytes(Kind.WORKING),
+        context_bytes=account.total_bytes(Kind.CONTEXT),
+        free_bytes=account.free_bytes,
+        power_watts=moves.contexts.watts or 0.0,
+        energy_joules=moves.contexts.joules or 0.0,
+    )
 
 
 def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
@@ -64,6 +85,7 @@ def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
         last_request_seconds=instance.last_request_seconds,
         since_seconds=instance.since_seconds,
         store=instance.prepared.image.store if instance.prepared and instance.prepared.image else "",
+        device=instance.device,
         inputs=tensors(instance, "inputs"),
         outputs=tensors(instance, "outputs"),
         process=_process(instance),

@@ -15,7 +15,7 @@ from omnimodel.agent.preparation import Footprint
 from omnimodel.errors import OmniError
 
 if TYPE_CHECKING:
-    from omnimodel.agent.broker import Broker
+    from omnimodel.agent.devices import Devices
     from omnimodel.agent.instance import Instance
     from omnimodel.agent.layout import Layout
     from omnimodel.agent.process import ModelProcess
@@ -43,22 +43,22 @@ class Sizes:
     """See the module.
 
     Args:
-        broker: grants what is needed.
+        devices: whose brokers grant what is needed.
         layout: where it is remembered.
     """
 
-    def __init__(self, broker: Broker, layout: Layout) -> None:
-        self._broker = broker
+    def __init__(self, devices: Devices, layout: Layout) -> None:
+        self._devices = devices
         self._layout = layout
 
     @property
     def _on_host(self) -> bool:
-        return self._broker.memory.device.on_host
+        return self._devices.on_host
 
     def find(self, instance: Instance) -> None:
         """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured."""
         declared = instance.spec["deviceMemoryBytes"]
-        measures = self._on_host or self._broker.moves.contexts.measured
+        measures = self._on_host or self._devices.of(instance).moves.contexts.measured
         known = Footprint.load(self._layout, self._name(instance)) if measures else None
         if declared:
             instance.working_bytes = max(declared - instance.weights_bytes, WORKING_STEP_BYTES)
@@ -72,7 +72,7 @@ class Sizes:
     async def measure(self, instance: Instance, process: ModelProcess) -> None:
         """Learn what it needs after its first answer; on a device with memory of its own it keeps its grant yet."""
         if not self._on_host:
-            self._broker.learn_working(instance, instance.working_bytes)
+            self._devices.of(instance).learn_working(instance, instance.working_bytes)
             return
         peak_bytes = max(process.group.peak_bytes() or 0, instance.private_bytes)
         await self._learn(instance, peak_bytes)
@@ -80,19 +80,21 @@ class Sizes:
     async def apply(self, instance: Instance) -> None:
         """Let its process go, which still has its grant for a limit; on a device, let it leave, and learn its size."""
         if self._on_host:
-            await self._broker.orders.stop(instance, "its size is known now")
-        elif not instance.foreign and (peak_bytes := await self._broker.moves.weigh(instance)) is not None:
-            await self._learn(instance, peak_bytes)
+            await self._devices.of(instance).orders.stop(instance, "its size is known now")
+        elif not instance.foreign:
+            peak_bytes = await self._devices.of(instance).moves.weigh(instance)
+            if peak_bytes is not None:
+                await self._learn(instance, peak_bytes)
 
     async def _learn(self, instance: Instance, peak_bytes: int) -> None:
-        self._broker.learn_working(instance, working_from_measured(peak_bytes, instance.coming_bytes))
+        self._devices.of(instance).learn_working(instance, working_from_measured(peak_bytes, instance.coming_bytes))
         await asyncio.to_thread(self._remember, instance)
 
     def outgrown(self, instance: Instance) -> None:
         """Grant more working memory to a model that ran out of what was measured, lest it dies of it again."""
         if instance.spec["deviceMemoryBytes"] or instance.spec["limits"]["memoryBytes"]:
             return
-        most_bytes = self._broker.budget_bytes - instance.weights_bytes - instance.context_bytes
+        most_bytes = self._devices.of(instance).budget_bytes - instance.weights_bytes - instance.context_bytes
         wanted_bytes = min(instance.working_bytes * 3 // 2, most_bytes) // WORKING_STEP_BYTES * WORKING_STEP_BYTES
         if instance.working_bytes < wanted_bytes:
             instance.working_bytes = wanted_bytes

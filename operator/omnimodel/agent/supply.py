@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omnimodel.agent.forms import Forms
@@ -10,7 +11,7 @@ from omnimodel.api import OmniPool
 from omnimodel.errors import IsolationError, OmniError
 from omnimodel.isolation import Level, Reached
 from omnimodel.memory.devices.available import available_bytes, total_bytes
-from omnimodel.memory.devices.cuda_driver import available, device_bytes
+from omnimodel.memory.devices.cuda_driver import available, device_bytes, device_count
 from omnimodel.quantity import AUTO, parse_bytes, parse_share
 
 HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
@@ -39,21 +40,30 @@ class Supply:
     """A pool in numbers.
 
     Args:
-        device: `host` or `cuda:0`.
-        budget_bytes: frames, working memory of resident models and, on a GPU, contexts of processes.
+        budgets: of each device (`host`, or `cuda:0` and those after it): frames, working memory of resident models
+            and, on a GPU, contexts of processes.
         host_bytes: arena and all other processes.
         arena_bytes: what of that the device pins for images; 0 when it pins nothing.
         threads: of one forward pass, where a manifest leaves it open.
         auto_dtype: what dtype `auto` of a manifest is; as the processor computes when it is empty.
     """
 
-    device: str
+    budgets: Mapping[str, int]
     frame_bytes: int
-    budget_bytes: int
     host_bytes: int
     arena_bytes: int
     threads: int
     auto_dtype: str = ""
+
+    @property
+    def device(self) -> str:
+        """What a process sees, whichever it is of several: `host` or `cuda:0`."""
+        return next(iter(self.budgets))
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of all devices."""
+        return sum(self.budgets.values())
 
     @property
     def forms(self) -> Forms:
@@ -74,20 +84,21 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
     wish = pool.spec.device
     machine = machine or Machine.now()
     host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
-    device = _device(pool)
-    if device == "host":
-        frame_bytes, whole_bytes, arena_bytes, auto_dtype = HOST_FRAME_BYTES, machine.total_bytes, 0, ""
+    devices = _devices(pool)
+    if devices == ["host"]:
+        frame_bytes, arena_bytes, auto_dtype = HOST_FRAME_BYTES, 0, ""
         auto_bytes = int(machine.available_bytes * AUTO_DEVICE_SHARE)
+        sizes = {"host": (machine.total_bytes, auto_bytes)}
     else:
         from omnimodel.memory.devices.cuda import FRAME_BYTES
 
-        frame_bytes, whole_bytes, auto_dtype = FRAME_BYTES, device_bytes(device), CUDA_DTYPE
-        arena_bytes = int(host_bytes * ARENA_SHARE)
-        auto_bytes = int(whole_bytes * AUTO_CUDA_SHARE)
+        frame_bytes, arena_bytes, auto_dtype = FRAME_BYTES, int(host_bytes * ARENA_SHARE), CUDA_DTYPE
+        whole = {name: device_bytes(name) for name in devices}
+        sizes = {name: (size, int(size * AUTO_CUDA_SHARE)) for name, size in whole.items()}
     if wish.frame_size is not None:
         frame_bytes = parse_bytes(wish.frame_size)
-    budget_bytes = _bytes(wish.memory, whole_bytes, auto_bytes) // frame_bytes * frame_bytes
-    return Supply(device, frame_bytes, budget_bytes, host_bytes, arena_bytes, auto_threads(), auto_dtype)
+    budgets = {name: _bytes(wish.memory, *size) // frame_bytes * frame_bytes for name, size in sizes.items()}
+    return Supply(budgets, frame_bytes, host_bytes, arena_bytes, auto_threads(), auto_dtype)
 
 
 def auto_threads() -> int:
@@ -112,16 +123,17 @@ def forms_elsewhere(pool: OmniPool, auto_dtype: str = "") -> Forms:
     return Forms(auto_dtype or CUDA_DTYPE, frame_bytes if can_pack(frame_bytes) else 0)
 
 
-def _device(pool: OmniPool) -> str:
-    """`host`, or `cuda:0` where that is wished by its name: what has not run on hardware is nobody's default.
+def _devices(pool: OmniPool) -> list[str]:
+    """`host`, or GPUs where they are wished by their name: what has not run on hardware is nobody's default.
 
     Raises:
         OmniError: cuda is wished, and there is none.
     """
-    if pool.spec.device.type != "cuda":
-        return "host"
+    wish = pool.spec.device
+    if wish.type != "cuda":
+        return ["host"]
     if available():
-        return "cuda:0"
+        return [f"cuda:{number}" for number in range(min(wish.count, device_count()))]
     raise OmniError(
         pool.subject,
         "spec.device.type: cuda is asked for, and this machine has no NVIDIA GPU that can be used",

@@ -22,12 +22,12 @@ class Device(Part):
 
     type: Annotated[Literal["auto", "cpu", "cuda"], choice("auto", "cpu", "cuda")] = Field(
         default="auto",
-        description="auto takes the CPU in this version, whatever GPUs there are; cuda takes the first NVIDIA GPU, "
-        "and is refused with a sentence where there is none.",
+        description="auto takes the CPU in this version, whatever GPUs there are; cuda takes NVIDIA GPUs, the "
+        "first `count` of them, and is refused with a sentence where there is none.",
         examples=["cpu"],
     )
     count: Annotated[int, whole(1, 64, "how many devices, never an index,")] = Field(
-        default=1, description="Devices of one pod.", examples=[1]
+        default=1, description="Devices of one pod. A model is on one of them; the system chooses which.", examples=[1]
     )
     memory: PoolQuantity = Field(
         default="auto",

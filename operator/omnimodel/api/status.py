@@ -79,6 +79,9 @@ class ResidencyEntry(Observed):
         description="Published store that its image comes from; empty for the pod's own.",
         examples=["catalogue"],
     )
+    device: Annotated[str, plain(63)] = Field(
+        default="", description="Device of the pod that it is placed on.", examples=["cuda:1"]
+    )
 
 
 class Footprint(Observed):
@@ -155,6 +158,30 @@ class StoreStatus(Observed):
     free_bytes: ByteCount = Field(default=0, description="What is free of it.", examples=[53687091200])
 
 
+class DeviceEntry(Observed):
+    """One device of a pod that has several."""
+
+    name: Annotated[str, plain(63, empty=False)] = Field(description="Its name in the pod.", examples=["cuda:1"])
+    budget_bytes: ByteCount = Field(default=0, description="Its memory for models.", examples=[536870912])
+    resident_bytes: ByteCount = Field(default=0, description="What models hold of it.", examples=[402653184])
+    promised_bytes: ByteCount = Field(default=0, description="What is promised to wakes.", examples=[0])
+    working_bytes: ByteCount = Field(default=0, description="Working memory of resident models.", examples=[67108864])
+    context_bytes: ByteCount = Field(default=0, description="Contexts of processes.", examples=[671088640])
+    free_bytes: ByteCount = Field(default=0, description="What is free.", examples=[67108864])
+    power_watts: Watts = Field(default=0, description="What it drew then; 0 when unknown.", examples=[310.5])
+    energy_joules: Joules = Field(
+        default=0, description="What it had used by then since its driver was loaded.", examples=[184320.0]
+    )
+    problem: Annotated[str, plain(4096)] = Field(
+        default="",
+        description="Why nothing is served from it any more; empty as long as it is.",
+        examples=["the driver reports Xid 79"],
+    )
+
+
+PER_DEVICE: list[object] = [[{"name": "cuda:0", "budgetBytes": 536870912}, {"name": "cuda:1"}]]
+
+
 class PodEntry(Observed):
     """One pod's word on its device; only that pod's agent writes it."""
 
@@ -178,10 +205,12 @@ class PodEntry(Observed):
     free_bytes: ByteCount = Field(default=0, description="Device memory that is free.", examples=[67108864])
     footprint_bytes: ByteCount = Field(default=0, description="Footprints of its models.", examples=[1610612736])
     power_watts: Watts = Field(
-        default=0, description="What its device drew when this entry was written; 0 when unknown.", examples=[310.5]
+        default=0, description="What its devices drew when this entry was written; 0 when unknown.", examples=[310.5]
     )
     energy_joules: Joules = Field(
-        default=0, description="What its device had used by then since its driver was loaded.", examples=[184320.0]
+        default=0,
+        description="What its devices had used by then since their drivers were loaded.",
+        examples=[184320.0],
     )
     host_budget_bytes: ByteCount = Field(default=0, description="Its host memory.", examples=[4294967296])
     host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])
@@ -194,6 +223,12 @@ class PodEntry(Observed):
     )
     images: list[Annotated[str, plain(128)]] = Field(
         default_factory=list, max_length=1000, description="Images in its store, by publish hash.", examples=[["3fb0"]]
+    )
+    per_device: list[DeviceEntry] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Each of its devices, where it has several; the bytes above are their sums.",
+        examples=PER_DEVICE,
     )
 
 
@@ -229,10 +264,10 @@ class PoolStatus(Observed):
         default=0, description="Sum of the footprints of all models.", examples=[1610612736]
     )
     power_watts: Watts = Field(
-        default=0, description="What the device of one machine draws; 0 when unknown.", examples=[310.5]
+        default=0, description="What the devices of one machine draw; 0 when unknown.", examples=[310.5]
     )
     energy_joules: Joules = Field(
-        default=0, description="What it has used since its driver was loaded.", examples=[184320.0]
+        default=0, description="What they have used since their drivers were loaded.", examples=[184320.0]
     )
     host_budget_bytes: ByteCount = Field(default=0, description="Host memory of the pool.", examples=[4294967296])
     host_bytes: ByteCount = Field(default=0, description="Host memory in use.", examples=[1073741824])
@@ -247,6 +282,12 @@ class PoolStatus(Observed):
         default=None,
         description="The stores of all pods, bytes in sum.",
         examples=[{"path": "/var/lib/omnimodel-store"}],
+    )
+    per_device: list[DeviceEntry] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Each device of one machine that has several; in a cluster the pods have theirs.",
+        examples=PER_DEVICE,
     )
     pods: list[PodEntry] = Field(
         default_factory=list,

@@ -80,9 +80,10 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {entry['message']}"
     yield "Residency:"
     for entry in status.get("residency", ()):
+        device = entry.get("device") or "the device"
         yield (
             f"  {entry.get('pod', '-')}: {entry.get('tier')}, "
-            f"{output.size(entry.get('deviceBytes'))} on the device, {output.size(entry.get('hostBytes'))} of host, "
+            f"{output.size(entry.get('deviceBytes'))} on {device}, {output.size(entry.get('hostBytes'))} of host, "
             f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}{_rate(entry)}), "
             f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, "
             f"{entry.get('requests', 0)} served"
@@ -116,6 +117,9 @@ def _pool_lines(pool: Mapping[str, Any]) -> Iterator[str]:
     )
     if status.get("powerWatts"):
         yield f"  draws {status['powerWatts']:.0f} W, {float(status.get('energyJoules') or 0) / 3.6e6:.2f} kWh so far"
+    for device in status.get("perDevice") or ():
+        held, budget = output.size(device.get("residentBytes")), output.size(device.get("budgetBytes"))
+        yield f"  {device['name']}: {held} of {budget} resident, {output.size(device.get('freeBytes'))} free"
     store = status.get("store") or {}
     if store.get("path"):
         free, capacity = output.size(store.get("freeBytes")), output.size(store.get("capacityBytes"))

@@ -86,7 +86,7 @@ def transition(report: ModelReport) -> tuple[object, ...] | None:
     message = "" if report.ready else report.message
     return (
         report.tier, report.ready, phase, report.generation, report.reason, message, report.device_bytes,
-        report.weights_bytes, report.working_bytes, report.store,
+        report.weights_bytes, report.working_bytes, report.store, report.device,
     )  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def pool_transition(report: PoolReport, images: Sequence[str]) -> tuple[object, 
     return (
         report.ready, report.reason, report.message, report.device, report.budget_bytes, report.host_budget_bytes,
         report.footprint_bytes, report.isolation_level, report.isolation_missing, report.store_path, tuple(images),
+        tuple(device.problem for device in report.devices),
     )  # fmt: skip
 
 

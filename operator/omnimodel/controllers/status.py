@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omnimodel.errors import CURES, Reason, advised
-from omnimodel.protocol.report import ModelReport, PoolReport
+from omnimodel.protocol.report import DeviceReport, ModelReport, PoolReport
 
 _WORK = {
     "fetching": ("Fetching", "its source is being fetched"),
@@ -209,6 +209,7 @@ def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[st
         "reason": report.reason,
         "message": report.message,
         "store": report.store,
+        **({"device": report.device} if report.device else {}),
     }
 
 
@@ -269,10 +270,11 @@ def pod_entry(pod: str, report: PoolReport, images: Sequence[str] = (), pod_uid:
         "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
         "store": _store(report),
         "images": list(images),
+        **_per_device(report),
     }
 
 
-def _drawn(report: PoolReport) -> dict[str, Any]:
+def _drawn(report: PoolReport | DeviceReport) -> dict[str, Any]:
     """Power and energy, where somebody knows them.
 
     An agent's entry has them as of when it was written, which is when something else changed. What is said of all pods
@@ -280,6 +282,25 @@ def _drawn(report: PoolReport) -> dict[str, Any]:
     """
     found = {"powerWatts": round(report.power_watts, 1), "energyJoules": round(report.energy_joules, 1)}
     return found if any(found.values()) else {}
+
+
+def _per_device(report: PoolReport) -> dict[str, Any]:
+    """Each device where there are several; left out where not, as an entry of one device says all of it."""
+    entries = [
+        {
+            "name": device.name,
+            "budgetBytes": device.budget_bytes,
+            "residentBytes": device.resident_bytes,
+            "promisedBytes": device.promised_bytes,
+            "workingBytes": device.working_bytes,
+            "contextBytes": device.context_bytes,
+            "freeBytes": device.free_bytes,
+            **_drawn(device),
+            **({"problem": device.problem} if device.problem else {}),
+        }
+        for device in report.devices
+    ]
+    return {"perDevice": entries} if entries else {}
 
 
 def _store(report: PoolReport) -> dict[str, Any]:
@@ -321,10 +342,18 @@ def pool_report(pool: str, entries: Sequence[Mapping[str, Any]]) -> PoolReport |
         isolation_missing=tuple(least.get("missing", ())),
         ready=not faults,
         reason=str(fault.get("reason", "")),
-        message=f"{fault['pod']}: {fault.get('message') or 'is not ready'}" if faults else "",
+        message=f"{fault['pod']}: {fault.get('message') or 'is not ready'}" if faults else _lost_devices(entries),
         store_path=next((str(store["path"]) for store in stores if store.get("path")), ""),
         store_bytes=sum(int(store.get("capacityBytes", 0)) for store in stores),
         store_free_bytes=sum(int(store.get("freeBytes", 0)) for store in stores),
+    )
+
+
+def _lost_devices(entries: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong with devices of pods that serve from their others."""
+    devices = [(entry["pod"], device) for entry in entries for device in entry.get("perDevice") or ()]
+    return "; ".join(
+        f"{pod}: {device['name']}: {device['problem']}" for pod, device in devices if device.get("problem")
     )
 
 
@@ -385,6 +414,7 @@ def pool_status(
         "overcommitRatio": round(report.footprint_bytes / report.budget_bytes, 3) if report.budget_bytes else 0.0,
         "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
         "store": _store(report),
+        **_per_device(report),
     }
 
 

@@ -162,11 +162,17 @@ class _Reported(Collector):
                     size.add_metric([name, kind], float(status[f"{kind}Bytes"]))
             if status.get("overcommitRatio") is not None:
                 ratio.add_metric([name], float(status["overcommitRatio"]))
-            if status.get("powerWatts") is not None:
-                labels = [name, str(status.get("device") or "")]
-                power.add_metric(labels, float(status["powerWatts"]))
-                energy.add_metric(labels, float(status.get("energyJoules") or 0))
+            for device, drawn in _devices(status):
+                if drawn.get("powerWatts") is not None:
+                    power.add_metric([name, device], float(drawn["powerWatts"]))
+                    energy.add_metric([name, device], float(drawn.get("energyJoules") or 0))
         return size, ratio, power, energy
+
+
+def _devices(status: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Each device of a pool by its name, with what is said of it."""
+    several = [(str(device["name"]), device) for device in status.get("perDevice") or ()]
+    return several or [(str(status.get("device") or ""), status)]
 
 
 def _name(item: Mapping[str, Any]) -> str:

@@ -326,11 +326,12 @@ class Ledger:
         device_bytes: budget of the device: frames, promises, working memory of resident processes, and contexts.
         host_bytes: budget of host memory: arena, other processes, zygotes.
         frame_bytes: size of a frame.
+        host: the account of host memory, where several devices share one.
     """
 
-    def __init__(self, device_bytes: int, host_bytes: int, frame_bytes: int) -> None:
+    def __init__(self, device_bytes: int, host_bytes: int, frame_bytes: int, host: Account | None = None) -> None:
         self.device = DeviceAccount(device_bytes, frame_bytes)
-        self.host = Account("host", host_bytes, measured=True)
+        self.host = host or Account("host", host_bytes, measured=True)
 
     def snapshot(self) -> LedgerSnapshot:
         """Everything, for a report."""

@@ -25,7 +25,7 @@ from omnimodel.protocol.dispatch import (
     Hold,
     ModelCard,
 )
-from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport, ProcessReport
+from omnimodel.protocol.report import AgentReport, DeviceReport, ModelReport, PoolReport, ProcessReport
 
 INGRESS_PATH = "/omni/v1/ingress"
 REPORT_PATH = "/omni/v1/report"
@@ -176,7 +176,7 @@ def merged(before: Snapshot | None, message: Mapping[str, Any]) -> Snapshot:
         raise ValueError("a change came before the whole")
     try:
         return Snapshot(
-            pool=_record(PoolReport, message["pool"]) if before is None or "pool" in message else before.pool,
+            pool=_pool_report(message["pool"]) if before is None or "pool" in message else before.pool,
             models=_merged_items(before.models if before else {}, message.get("models", {}), _model_report),
             cards=_merged_items(before.cards if before else {}, message.get("cards", {}), _card),
             draining=bool(message.get("draining", before.draining if before else False)),
@@ -203,6 +203,11 @@ def _record(kind: type[_Record], message: Mapping[str, Any]) -> _Record:
     return kind(
         **{name: tuple(v) if isinstance(v, list) else v for name, v in message.items() if name in known}
     )  # fmt: skip
+
+
+def _pool_report(message: Mapping[str, Any]) -> PoolReport:
+    devices = tuple(_record(DeviceReport, device) for device in message.get("devices", ()))
+    return _record(PoolReport, {**message, "devices": devices})
 
 
 def _model_report(message: Mapping[str, Any]) -> ModelReport:

@@ -42,6 +42,7 @@ class ModelReport:
         last_wake_bytes_per_second: at which the last wake copied; 0 when nothing was missing.
         last_request_seconds, since_seconds: Unix time; 0 for never.
         store: the published store that its image comes from; empty for the agent's own.
+        device: that it is placed on; empty while it is on none.
     """
 
     namespace: str
@@ -70,9 +71,30 @@ class ModelReport:
     last_request_seconds: float = 0.0
     since_seconds: float = 0.0
     store: str = ""
+    device: str = ""
     inputs: tuple[dict[str, object], ...] = ()
     outputs: tuple[dict[str, object], ...] = ()
     process: ProcessReport | None = None
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One device of an agent: bytes of its ledger, and what is wrong with it when it is lost.
+
+    Args:
+        power_watts, energy_joules: a moment ago, and since its driver was loaded; 0 when nobody knows.
+    """
+
+    name: str
+    budget_bytes: int = 0
+    resident_bytes: int = 0
+    promised_bytes: int = 0
+    working_bytes: int = 0
+    context_bytes: int = 0
+    free_bytes: int = 0
+    power_watts: float = 0.0
+    energy_joules: float = 0.0
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +102,11 @@ class PoolReport:
     """The pool on one agent: bytes of the ledger, the isolation that was reached, and its store's folder and volume.
 
     Args:
-        context_bytes: of the device, what processes hold beside frames and working memory.
-        power_watts, energy_joules: of the device a moment ago, and since its driver was loaded; 0 when nobody knows.
+        budget_bytes, resident_bytes, promised_bytes, working_bytes, free_bytes: of all devices.
+        context_bytes: of all devices, what processes hold beside frames and working memory.
+        power_watts, energy_joules: of all devices a moment ago, and since their drivers were loaded; 0 when nobody
+            knows.
+        devices: each of them; empty where there is one.
     """
 
     pool: str
@@ -107,6 +132,7 @@ class PoolReport:
     context_bytes: int = 0
     power_watts: float = 0.0
     energy_joules: float = 0.0
+    devices: tuple[DeviceReport, ...] = ()
 
 
 @dataclass(frozen=True)

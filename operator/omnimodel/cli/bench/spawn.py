@@ -174,7 +174,13 @@ async def _spawns(subject: Subject, layout: Layout, spawner: Spawner, rounds: in
 async def _process(subject: Subject, layout: Layout, spawner: Spawner, number: int) -> AsyncIterator[ModelProcess]:
     """A process of a model, bound and ready; killed at the end."""
     request = serving_request(
-        f"OmniModel {subject.name}", subject.spec, layout, subject.prepared, memory_bytes=MEMORY_BYTES, number=number
+        f"OmniModel {subject.name}",
+        subject.spec,
+        layout,
+        subject.prepared,
+        device=subject.prepared.device,
+        memory_bytes=MEMORY_BYTES,
+        number=number,
     )
     process = await spawner.spawn(request)
     try:

@@ -166,6 +166,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Bytes the device itself says are free (driver, or MemAvailable)."""
 
+    def fault(self) -> str:
+        """What is wrong with it for good, so that nothing can be copied to it any more; empty when nothing is."""
+
     def close(self) -> None:
         """Destroy everything."""
 
@@ -217,6 +220,31 @@ def open_device(name: str, frame_bytes: int, *, arena_bytes: int | None = None) 
 
         return CudaDevice(name, frame_bytes, arena_bytes)
     raise OmniError(f"device {name}", "there is no such device", "use host or cuda:0")
+
+
+def open_devices(names: Sequence[str], frame_bytes: int, *, arena_bytes: int | None = None) -> list[Device]:
+    """Open the agent's side of several devices; what the first pins for images, all copy from.
+
+    Args:
+        names: `host`, or as many of `cuda:0`, `cuda:1` as there are.
+        frame_bytes, arena_bytes: see `open_device`.
+
+    Raises:
+        OmniError: one of them is not here; then none is open.
+    """
+    opened = [open_device(names[0], frame_bytes, arena_bytes=arena_bytes)]
+    try:
+        for name in names[1:]:
+            from omnimodel.memory.devices.cuda import CudaDevice
+
+            first = opened[0]
+            assert isinstance(first, CudaDevice), f"{first.name} is the only device of its kind"
+            opened.append(CudaDevice(name, frame_bytes, arena=first.arena))
+    except BaseException:
+        for device in reversed(opened):
+            device.close()
+        raise
+    return opened
 
 
 def open_window(device: str, frames: int, frame_bytes: int) -> Window:

@@ -33,7 +33,10 @@ from omnimodel.memory.devices.cuda_driver import (
     allocation_property,
     available,
     call,
+    device_uuid,
     driver,
+    is_mig_instance,
+    let_go,
     near_cpus,
     ordinal_of,
 )
@@ -89,6 +92,7 @@ class CudaDevice:
         frame_bytes: size of one frame; a multiple of the device's granularity (2 MiB).
         arena_bytes: host memory to pin for images, in the background; `arena_ready` says how far it is. None: half
             of what is available.
+        arena: of another device of this process, to copy from that one instead.
 
     Raises:
         OmniError: there is no such device.
@@ -99,13 +103,21 @@ class CudaDevice:
     context_bytes = CONTEXT_BYTES
     parking: Parking | None = cuda_checkpoint
 
-    def __init__(self, name: str, frame_bytes: int = FRAME_BYTES, arena_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        frame_bytes: int = FRAME_BYTES,
+        arena_bytes: int | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         ordinal = ordinal_of(name)
         self.name = f"cuda:{ordinal}"
         self.frame_bytes = frame_bytes
         self.context = Context(ordinal)
         self.meter: Meter | None
-        self.meter, self.unmetered = open_meter(self.context.bus_id())
+        self.meter, self.unmetered = open_meter(
+            self.context.bus_id(), device_uuid(name) if is_mig_instance(name) else ""
+        )
         self._lock = threading.RLock()
         self._property = allocation_property(ordinal)
         self._access = access(ordinal, writable=True)
@@ -118,14 +130,16 @@ class CudaDevice:
         self._finish = self._stream()
         self._copied = self._event()
         self.progress = Fence(self.context)
-        self._copies: list[CudaCopy] = []
         self._unpacker: Unpacker | None = None
         self._decodes: bool | None = None  # None: nobody has asked yet
-        pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
-        self.arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
-        self.pinned_bytes = self.arena.capacity_bytes
+        self._own_arena = arena is None
+        if arena is None:
+            pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
+            arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
+        self.arena = arena
+        self.pinned_bytes = arena.capacity_bytes if self._own_arena else 0
         self._slot_bytes = slot_bytes(frame_bytes)
-        self.stream_bytes = min(_SLOTS, self.pinned_bytes // self._slot_bytes) * self._slot_bytes
+        self.stream_bytes = min(_SLOTS, arena.capacity_bytes // self._slot_bytes) * self._slot_bytes
 
     def create(self, count: int) -> list[Frame]:
         """Create frames.
@@ -180,12 +194,12 @@ class CudaDevice:
         """Give frames back to the device for good; the memory is free once no process maps them any more."""
         self.context.enter()
         with self._lock:
-            call("cuStreamSynchronize", self._finish)
+            let_go("cuStreamSynchronize", self._finish)
             for frame in frames:
                 if self._frames.pop(frame.id, None) is None:
                     continue
-                call("cuMemUnmap", frame.handle.address, self.frame_bytes)
-                call("cuMemRelease", frame.handle.allocation)
+                let_go("cuMemUnmap", frame.handle.address, self.frame_bytes)
+                let_go("cuMemRelease", frame.handle.allocation)
                 os.close(frame.descriptor)
                 self._vacant.append(frame.handle.place)
 
@@ -224,12 +238,15 @@ class CudaDevice:
 
     def unstage(self, staged: Staged) -> None:
         """Take an image out of the arena; a copy of it that is under way ends first, or is broken off."""
-        if reading := [copy for copy in self._copies if copy.reads(staged)]:
-            for copy in reading:
-                copy.break_off()
-            self.context.enter()
-            call("cuStreamSynchronize", self._finish)
+        for copy in [copy for copy in self.arena.copies if copy.reads(staged)]:
+            copy.break_off()
+            copy.device.settle()
         self.arena.give(staged.extents)
+
+    def settle(self) -> None:
+        """Wait until nothing is copied to it any more."""
+        self.context.enter()
+        let_go("cuStreamSynchronize", self._finish)
 
     def decodes(self) -> bool:
         """Whether images may be packed: frames have a size to pack for, and the decoder could be made."""
@@ -260,9 +277,11 @@ class CudaDevice:
                 `fence_base`.
         """
         steps = plan(staged, self.frame_bytes, len(frames), valid)
+        if staged.packed:
+            self._prepare_unpacker()  # another device of this process may have staged it
         self.context.enter()
-        with self._lock:
-            if staged.slots and any(copy.reads(staged) for copy in self._copies):
+        with self._lock, self.arena.copying:
+            if staged.slots and any(copy.reads(staged) for copy in self.arena.copies):
                 raise LedgerError(f"device {self.name}", f"{staged.path} is being copied already")
             events = self._event(timed=True), self._event(timed=True)
             call("cuEventRecord", events[0], self._line)
@@ -277,7 +296,7 @@ class CudaDevice:
                     self.push(step, frames[step.frame], fences)
                 self.end(events[1])
                 copy = CudaCopy(self, staged, len(frames), (fences[0][1], fences[-1][1]), events)
-            self._copies = [*(one for one in self._copies if one.reads()), copy]
+            self.arena.copies = [*(one for one in self.arena.copies if one.reads()), copy]
         return copy
 
     def push(self, step: Step, frame: Frame, fences: Sequence[tuple[Fence, int]], emptied: Any | None = None) -> None:
@@ -324,23 +343,31 @@ class CudaDevice:
         """Bytes that the driver says are free."""
         return self.context.free_bytes()
 
+    def fault(self) -> str:
+        """See `Device.fault`. A context that has had an error answers every call with it, until its process ends."""
+        try:
+            self.free_bytes()
+        except OmniError as error:
+            return error.problem
+        return ""
+
     def arena_ready(self) -> float:
         """How much of the arena is pinned, from 0 to 1."""
         return self.arena.made_bytes / self.arena.capacity_bytes if self.arena.capacity_bytes else 1.0
 
     def close(self) -> None:
         """Destroy everything."""
-        self.context.enter()
-        for copy in self._copies:
+        for copy in [copy for copy in self.arena.copies if copy.device is self]:
             copy.break_off()
-        with contextlib.suppress(OmniError):
-            call("cuStreamSynchronize", self._finish)
+        self.settle()
         self.destroy(list(self._frames.values()))
         if self._unpacker:
-            self._unpacker.close()
-        self.arena.close()
+            with contextlib.suppress(OmniError):
+                self._unpacker.close()
+        if self._own_arena:
+            self.arena.close()
         self.progress.close()
-        call("cuMemAddressFree", self._base, self._reserved_frames * self.frame_bytes)
+        let_go("cuMemAddressFree", self._base, self._reserved_frames * self.frame_bytes)
         self.context.release()
 
     def _stream(self) -> int:
@@ -356,4 +383,4 @@ class CudaDevice:
 
     def _unregister(self, address: int) -> None:
         self.context.enter()
-        call("cuMemHostUnregister", address)
+        let_go("cuMemHostUnregister", address)

@@ -14,11 +14,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from omnimodel.errors import ImageError, LedgerError
 from omnimodel.memory.devices.cuda_driver import address_of
+
+if TYPE_CHECKING:
+    from omnimodel.memory.devices.cuda_transfer import CudaCopy
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +157,8 @@ class Arena:
         self._chunks: list[tuple[int, mmap.mmap]] = []
         self._free = FreeList()
         self._changed = threading.Condition()
+        self.copying = threading.RLock()
+        self.copies: list[CudaCopy] = []  # out of it, to all devices, that may be under way
         self._failure: Exception | None = None
         self._closing = False
         self._maker = threading.Thread(target=self._make, name="arena", daemon=True)

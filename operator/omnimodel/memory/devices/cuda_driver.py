@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import mmap
 import os
 import uuid
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from omnimodel.errors import LedgerError, OmniError, Reason
+
+log = logging.getLogger(__name__)
 
 CONTROL_NODE = "/dev/nvidiactl"
 MEMORY_NODE = "/dev/nvidia-uvm"
@@ -81,7 +84,12 @@ def device_nodes(name: str) -> tuple[str, ...]:
     minor = next((row.partition(":")[2].strip() for row in rows if row.startswith("Device Minor")), "")
     if not minor.isdecimal():
         raise OmniError(f"device {name}", f"{information} does not say its minor number", "update the driver")
-    return (CONTROL_NODE, MEMORY_NODE, f"/dev/nvidia{minor}")
+    nodes = (CONTROL_NODE, MEMORY_NODE, f"/dev/nvidia{minor}")
+    if not is_mig_instance(name):
+        return nodes
+    from omnimodel.memory.devices.cuda_mig import instance_nodes
+
+    return (*nodes, *instance_nodes(name, device_uuid(name), minor))
 
 
 def device_uuid(name: str) -> str:
@@ -90,7 +98,20 @@ def device_uuid(name: str) -> str:
     Raises:
         OmniError: there is no such device.
     """
-    return f"GPU-{uuid.UUID(bytes=bytes(call('cuDeviceGetUuid', _device(name)).bytes))}"
+    kind = "MIG" if is_mig_instance(name) else "GPU"
+    return f"{kind}-{uuid.UUID(bytes=bytes(call('cuDeviceGetUuid', _device(name)).bytes))}"
+
+
+def is_mig_instance(name: str) -> bool:
+    """Whether a device is a part of a GPU; CUDA shows a process no more than one such.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+    from omnimodel.memory.devices.cuda_mig import is_instance
+
+    raw: bytes = call("cuDeviceGetName", 256, _device(name))
+    return is_instance(raw.split(b"\0", 1)[0].decode(errors="replace"))
 
 
 def _device(name: str) -> Any:
@@ -98,6 +119,15 @@ def _device(name: str) -> Any:
     if ordinal >= device_count():
         raise OmniError(f"device {name}", f"the driver shows {device_count()} devices")
     return call("cuDeviceGet", ordinal)
+
+
+def bus_id(name: str) -> str:
+    """Address of a device on the PCI bus, in the form of /sys/bus/pci/devices.
+
+    Raises:
+        OmniError: there is no such device.
+    """
+    return _bus_id(_device(name))
 
 
 def _bus_id(device: Any) -> str:
@@ -137,6 +167,14 @@ def call(name: str, *arguments: Any) -> Any:
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def let_go(name: str, *arguments: Any) -> None:
+    """Call the driver to give something back; a device that has had a fault takes nothing, and that is only noted."""
+    try:
+        call(name, *arguments)
+    except OmniError as error:
+        log.warning("not_given_back call=%s error=%r", name, str(error))
 
 
 def ready(event: Any) -> bool:
@@ -201,7 +239,7 @@ class Context:
 
     def release(self) -> None:
         """Give the context back."""
-        call("cuDevicePrimaryCtxRelease", self.device)
+        let_go("cuDevicePrimaryCtxRelease", self.device)
 
 
 def allocation_property(ordinal: int) -> Any:

@@ -20,6 +20,8 @@ from omnimodel.memory.devices.cuda_driver import Context, address_of, call, driv
 
 log = logging.getLogger(__name__)
 
+_STUCK: list[FencePage] = []  # that the driver did not let go of: their addresses must not become anybody else's
+
 PAGE_BYTES = mmap.PAGESIZE
 _WRAP = 1 << 32
 
@@ -97,6 +99,7 @@ class Fence:
         try:
             self.page.close()
         except OmniError as error:  # a device that has had a fault gives nothing back
+            _STUCK.append(self.page)
             log.warning("fence_not_closed error=%r", str(error))
         os.close(self.descriptor)
 

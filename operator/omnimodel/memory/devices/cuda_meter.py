@@ -20,19 +20,26 @@ class Meter:
 
     Args:
         bus_id: its address on the PCI bus (`Context.bus_id`); NVML numbers devices by its own order.
+        instance: the UUID of the part of it that is meant, where that is a MIG instance.
 
     Raises:
         OmniError: NVML is missing or does not know the device.
     """
 
-    def __init__(self, bus_id: str) -> None:
+    def __init__(self, bus_id: str, instance: str = "") -> None:
         self._bus_id = bus_id
         try:
             self._nvml: Any = importlib.import_module("pynvml")
         except ImportError as error:
             raise OmniError("NVML", "the package nvidia-ml-py is not installed", "install omnimodel[agent]") from error
         self._ask(self._nvml.nvmlInit)
-        self._handle = self._ask(lambda: self._nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode()))
+        self._handle = self._ask(
+            lambda: (
+                self._nvml.nvmlDeviceGetHandleByUUID(instance.encode())
+                if instance
+                else self._nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
+            )
+        )
 
     def used_bytes(self) -> int:
         """Bytes in use on the device, by anyone."""
@@ -71,7 +78,7 @@ class Meter:
             raise OmniError("NVML", f"device {self._bus_id}: {error}", "see whether nvidia-smi answers") from error
 
 
-def open_meter(bus_id: str) -> tuple[Meter | None, str]:
+def open_meter(bus_id: str, instance: str = "") -> tuple[Meter | None, str]:
     """The meter of a device on which this process has a context, or why what it would say of processes is no use.
 
     The driver numbers processes as the one that asks sees them (its open kernel modules from 535.113 on, function
@@ -79,7 +86,7 @@ def open_meter(bus_id: str) -> tuple[Meter | None, str]:
     That this process finds itself shows that the numbers are right.
     """
     try:
-        meter = Meter(bus_id)
+        meter = Meter(bus_id, instance)
         if os.getpid() in meter.process_bytes():
             return meter, ""
         why = "the driver (NVML) numbers processes otherwise than this machine or pod does"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from omnimodel.errors import ImageError, OmniError
+from omnimodel.errors import ImageError, OmniError, lost
 from omnimodel.memory.devices.cuda_copy import Staged, Step
 from omnimodel.memory.devices.cuda_driver import call, ready
 from omnimodel.memory.devices.cuda_fence import Fence, arrived
@@ -39,10 +39,11 @@ class CudaCopy:
     def __init__(
         self, device: CudaDevice, staged: Staged, frames: int, bases: tuple[int, int], events: tuple[Any, Any]
     ) -> None:
-        self._device, self._staged, self._frames = device, staged, frames
+        self.device, self._staged, self._frames = device, staged, frames
         self._base, self.fence_base = bases
         self._began, self._ended = events
         self._seconds: float | None = None
+        self._failed = False
         self._waiting = threading.Lock()
 
     def break_off(self) -> None:
@@ -50,20 +51,21 @@ class CudaCopy:
 
     def reads(self, staged: Staged | None = None) -> bool:
         """Whether it has not been seen to end, and reads from there."""
-        return self._seconds is None and staged in (None, self._staged)
+        return self._seconds is None and not self._failed and staged in (None, self._staged)
 
     def wait(self, timeout_seconds: float | None = None) -> float:
         """Wait for its end; seconds that the copy took on the device.
 
         Raises:
             ImageError: the device could not copy it.
+            OmniError: nor can it copy anything any more.
             TimeoutError: it is not done in time.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with self._waiting:
             if self._seconds is not None:
                 return self._seconds
-            self._device.context.enter()
+            self.device.context.enter()
             try:
                 while not ready(self._ended):
                     if deadline is not None and time.monotonic() > deadline:
@@ -71,8 +73,11 @@ class CudaCopy:
                     time.sleep(_POLL_SECONDS)
                 self._seconds = float(call("cuEventElapsedTime", self._began, self._ended)) / 1e3
             except OmniError as error:
+                self._failed = True
+                if problem := self.device.fault():
+                    raise lost(self.device.name, problem) from error
                 raise ImageError(
-                    self._staged.path, f"was not copied to {self._device.name}: {error.problem}", error.cure
+                    self._staged.path, f"was not copied to {self.device.name}: {error.problem}", error.cure
                 ) from error
             for event in (self._began, self._ended):
                 call("cuEventDestroy", event)
@@ -82,8 +87,8 @@ class CudaCopy:
         """Bytes that have arrived so far, from the start of the image on."""
         if self._seconds is not None:
             return self._staged.image_bytes
-        frames = arrived(self._device.progress.page.value(), self._base, self._frames)
-        return min(frames * self._device.frame_bytes, self._staged.image_bytes)
+        frames = arrived(self.device.progress.page.value(), self._base, self._frames)
+        return min(frames * self.device.frame_bytes, self._staged.image_bytes)
 
 
 class StreamedCopy(CudaCopy):
@@ -150,18 +155,18 @@ class StreamedCopy(CudaCopy):
         """Bytes that have arrived so far, as far as it is known: a slot's when the slot is used again."""
         if not self.reads() and self._error is None:
             return self._staged.image_bytes
-        return min(self._arrived * self._device.frame_bytes, self._staged.image_bytes)
+        return min(self._arrived * self.device.frame_bytes, self._staged.image_bytes)
 
     def _feed(self) -> None:
         try:
-            self._device.context.enter()
+            self.device.context.enter()
             for step in self._steps:
                 self._push(step)
         except OmniError as error:
             self._error = error
         finally:
             with contextlib.suppress(OmniError):  # then waiting for the end says so
-                self._device.end(self._ended)
+                self.device.end(self._ended)
 
     def _push(self, step: Step) -> None:
         slot, part = self._emptied[step.slot], step.part
@@ -171,5 +176,5 @@ class StreamedCopy(CudaCopy):
             raise ImageError(self._staged.path, "was not copied to its end, since nobody waits for it any more")
         if part is not None:
             self._arrived = max(self._arrived, part.arrived)
-            self._device.arena.read(self._staged.path, part.extents, part.size_bytes, part.offset)
-        self._device.push(step, self._into[step.frame], self._fences, slot if part is not None else None)
+            self.device.arena.read(self._staged.path, part.extents, part.size_bytes, part.offset)
+        self.device.push(step, self._into[step.frame], self._fences, slot if part is not None else None)

@@ -327,6 +327,10 @@ class HostDevice:
             self._pool.submit(_work, copy, shared, chunks)
         return copy
 
+    def fault(self) -> str:
+        """See `Device.fault`: the memory of a machine that has one ends the machine."""
+        return ""
+
     def free_bytes(self) -> int:
         """What this process may still use: MemAvailable, or less under a memory limit."""
         return available_bytes()

@@ -1,0 +1,247 @@
+"""The devices of a pod: a broker each, which models are placed on which, and what they share.
+
+Host memory, the arena and the zygotes are common; frames, their account and the residency policy are each device's own.
+A model that waits is placed anew before its broker decides about it (`placement.devices`). It goes to another device
+only at rest, and its process ends before: one process has a context on one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from omnimodel.agent.broker import Broker
+from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.relief import relieve_host
+from omnimodel.agent.reporting import device_report
+from omnimodel.agent.views import model_state
+from omnimodel.errors import OmniError, Reason, lost
+from omnimodel.placement.devices import Choice, DeviceState, Stay, choose_device
+
+if TYPE_CHECKING:
+    from omnimodel.agent.events import EventLog
+    from omnimodel.agent.moves import DeviceMemory
+    from omnimodel.placement.state import ModelState
+    from omnimodel.protocol.report import DeviceReport
+
+log = logging.getLogger(__name__)
+
+
+class Devices:
+    """See the module.
+
+    Args:
+        memories: of each device; they share one arena and one host account.
+        events: where moves are told to people.
+        zygote_bytes: measures the private memory of all zygotes.
+        changed: called when something that is reported may have changed.
+        tell_lost: told of a device that is lost.
+    """
+
+    def __init__(
+        self,
+        memories: list[DeviceMemory],
+        events: EventLog,
+        *,
+        zygote_bytes: Callable[[], int] = lambda: 0,
+        changed: Callable[[], None] = lambda: None,
+        tell_lost: Callable[[OmniError], None] = lambda _: None,
+    ) -> None:
+        self._tell_lost = tell_lost
+        self.brokers: dict[str, Broker] = {}
+        for number, memory in enumerate(memories):
+            self.brokers[memory.device.name] = Broker(
+                memory,
+                events,
+                zygote_bytes=None if number else zygote_bytes,
+                changed=changed,
+                devices=self if len(memories) > 1 else None,
+            )
+        self.watched = set(self.brokers)  # whose loss was not told yet
+        self.first = next(iter(self.brokers.values()))
+
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        """Those of all devices."""
+        return {name: instance for broker in self.brokers.values() for name, instance in broker.instances.items()}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether their memory is the machine's."""
+        return self.first.memory.device.on_host
+
+    def of(self, instance: Instance) -> Broker:
+        """Who decides about an instance; before it is placed, the first."""
+        return self.brokers.get(instance.device, self.first)
+
+    def start(self) -> None:
+        """Begin deciding."""
+        for broker in self.brokers.values():
+            broker.start()
+
+    def resize(self, budgets: Mapping[str, int], host_bytes: int) -> None:
+        """Change the budgets; see `Broker.resize`."""
+        for name, budget_bytes in budgets.items():
+            if name in self.brokers:
+                self.brokers[name].resize(budget_bytes, host_bytes)
+
+    def relieve_host(self, short_bytes: int) -> bool:
+        """See `relief.relieve_host`."""
+        return relieve_host(self.brokers.values(), short_bytes)
+
+    def worth_of_image(self, digest: str) -> float:
+        """What an image is worth to any model."""
+        return max(broker.worth_of_image(digest) for broker in self.brokers.values())
+
+    def reports(self) -> tuple[DeviceReport, ...]:
+        """What is held of each."""
+        return tuple(device_report(broker.moves) for broker in self.brokers.values())
+
+    # A device that is lost
+
+    @property
+    def usable(self) -> list[Broker]:
+        """Those of devices that are not lost."""
+        return [broker for broker in self.brokers.values() if broker.lost is None]
+
+    async def lose(self, name: str, problem: str) -> None:
+        """Give a device up, until the agent is started again: its processes end, and its models go to the others.
+
+        Requests in flight there fail; those that are held wait for another device, and are refused where there is
+        none.
+        """
+        if name not in self.watched:
+            return
+        broker, why = self.brokers[name], lost(name, problem)
+        self.watched.remove(name)
+        broker.moves.lost = why
+        log.error("device_lost device=%s problem=%r", name, problem)
+        self._tell_lost(why)
+        await asyncio.gather(*(self._end(broker, instance, why) for instance in list(broker.instances.values())))
+        for each in self.brokers.values():
+            each.kick()
+
+    async def _end(self, broker: Broker, instance: Instance, lost_device: OmniError) -> None:
+        problem = f"its device {instance.device} is lost ({lost_device.problem})"
+        why = OmniError(instance.subject, problem, lost_device.cure, reason=Reason.DEVICE_LOST)
+        if instance.state is State.STARTING:
+            await broker.moves.give_up(instance)
+        if not await instance.kill(why):
+            broker.memory.frames.quarantine(instance.name)
+        instance.wish_again()
+
+    # Who is where
+
+    def add(self, instance: Instance, device: str = "") -> None:
+        """Take an instance in, on a device if its process is there already; harmless when it is in."""
+        if instance.device:
+            return
+        if not device and len(self.brokers) > 1:
+            now = time.monotonic()
+            device = self._choice(instance, now, self._states(now)).device
+        instance.device = device or self.first.memory.device.name
+        self.of(instance).instances[instance.name] = instance
+
+    def place(self, now: float) -> None:
+        """Give every model that waits, and is at rest, the device where it waits least.
+
+        Args:
+            now: monotonic.
+        """
+        going = [instance for instance in self.instances.values() if self._may_go(instance, now)]
+        if not going or not self.usable:
+            return
+        states = self._states(now)
+        for instance in sorted(going, key=lambda i: self._model_state(i, now).oldest(now)):
+            choice = self._choice(instance, now, states)
+            if choice.device != instance.device:
+                self._send(instance, choice, now)
+                states = self._states(now)
+
+    def _may_go(self, instance: Instance, now: float) -> bool:
+        broker = self.of(instance)
+        if instance.state not in {State.COLD, State.PARKED, State.WARM} or not (instance.wanted or instance.blocked):
+            return False
+        if instance.removed or instance.draining or instance.name in broker.moves:
+            return False
+        # A wait costs one process at most, however often the room is gone when the next one is there.
+        return instance.state is State.COLD or self._model_state(instance, now).oldest(now) > instance.moved_seconds
+
+    def _send(self, instance: Instance, choice: Choice, now: float) -> None:
+        source, target = self.of(instance), self.brokers[choice.device]
+        why = f"goes from {instance.device} to {choice.device}: {choice.why}"
+        if instance.state is not State.COLD:  # and is placed when its process is gone
+            instance.moved_seconds = now
+            source.moves.step_off(instance, why, "device", stop=True)
+            return
+        log.info(
+            "model_placed model=%s source=%s target=%s why=%r",
+            instance.name,
+            instance.device,
+            choice.device,
+            choice.why,
+        )
+        if instance.wakes:
+            source.moves.tell(instance, "Moved", why)
+        del source.instances[instance.name]
+        target.instances[instance.name] = instance
+        instance.device = choice.device
+        source.kick()
+        target.kick()
+
+    # As the policy sees them
+
+    @property
+    def _rate(self) -> float | None:
+        """How fast any of them copies: what is not measured on one yet is taken to be as on the others."""
+        rates = (broker.moves.loads.copy_bytes_per_second for broker in self.brokers.values())
+        return next((rate for rate in rates if rate), None)
+
+    def _choice(self, instance: Instance, now: float, states: list[DeviceState]) -> Choice:
+        again = max(0, instance.wakes - instance.wakes_before - 1)
+        stay = Stay(
+            device=instance.device,
+            warm=instance.process is not None,
+            seconds=now - instance.started_seconds,
+            paid_seconds=again * instance.last_wake_seconds,
+            restart_seconds=instance.last_start_seconds,
+        )
+        return choose_device(self._model_state(instance, now), stay, states)
+
+    def _model_state(self, instance: Instance, now: float) -> ModelState:
+        keeps = instance.residency.keep_resident and not instance.removed
+        return replace(model_state(instance, now, self.of(instance).moves), keep_resident=keeps)
+
+    def _states(self, now: float) -> list[DeviceState]:
+        digests = {
+            instance.name: instance.prepared.image.digest
+            for instance in self.instances.values()
+            if instance.wanted and not instance.resident and instance.prepared and instance.prepared.image
+        }
+        return [self._state(broker, now, digests) for broker in self.usable or self.brokers.values()]
+
+    def _state(self, broker: Broker, now: float, digests: Mapping[str, str]) -> DeviceState:
+        memory, rate = broker.memory, broker.moves.loads.copy_bytes_per_second or self._rate
+        targets = {drain.target for drain in broker.drains}
+        waiting = {
+            name: instance.need_bytes
+            for name, instance in broker.instances.items()
+            if instance.wanted and not instance.resident and not instance.reserved
+        }
+        return DeviceState(
+            name=memory.device.name,
+            now=now,
+            budget_bytes=broker.budget_bytes,
+            free_bytes=broker.free_bytes,
+            models={name: self._model_state(instance, now) for name, instance in broker.instances.items()},
+            coming={name: need for name, need in waiting.items() if name not in targets},
+            reserved={name: need for name, need in waiting.items() if name in targets},
+            valid_bytes={
+                name: memory.frames.valid_frames(digest) * memory.device.frame_bytes for name, digest in digests.items()
+            },
+            constants=replace(broker.constants, copy_bytes_per_second=rate) if rate else broker.constants,
+        )
