@@ -44,7 +44,7 @@ class EmulatedNvml:
         self.devices = devices
         self.books = books
         self.milliwatts, self.millijoules = [120_000] * devices, [5_000_000] * devices
-        self.silent = False
+        self.silent: set[int] = set()  # devices whose processes it does not list
         self.instances = instances or {}
         self.gone: set[int] = set()
         self.watched: set[int] = set()
@@ -92,7 +92,7 @@ class EmulatedNvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         """Those that have a context; programs without the emulated driver have theirs on the first device."""
-        if self.silent or handle in self.gone:
+        if handle in self.silent | self.gone:
             raise NVMLError_GpuIsLost("GPU is lost")
         if not self.books:
             return []

@@ -427,11 +427,11 @@ async def test_parked_models_can_be_removed(world, gpu):
 @asynccontextmanager
 async def silent(gpu):
     """NVML does not answer."""
-    gpu.nvml.silent = True
+    gpu.nvml.silent = {0}
     try:
         yield
     finally:
-        gpu.nvml.silent = False
+        gpu.nvml.silent = set()
 
 
 async def test_while_the_driver_does_not_answer_what_was_granted_is_believed(world, gpu):

@@ -105,13 +105,17 @@ async def test_sixty_requests_at_once_over_seven_models_are_all_answered_rightly
     world.check_ledger()
 
 
-async def test_a_model_whose_device_is_busy_goes_to_another_and_its_frames_there_are_its_own(world):
+@pytest.mark.parametrize("parked", [False, True], ids=["with a process", "with a parked one"])
+async def test_a_model_whose_device_is_busy_goes_to_another_and_its_frames_there_are_its_own(world, gpus, parked):
     await world.apply(*small(world, *SEEDS))
     for seed in SEEDS:
         await world.ask(f"m{seed}")
     asked = next(seed for seed in SEEDS if not world.instance(f"m{seed}").resident)
     instance = world.instance(f"m{asked}")
     old, pid = instance.device, instance.process.pid
+    if parked and instance.tier == "warm":
+        await world.brokers[old].moves.park(instance, "for a test", needed=False)
+        assert instance.tier == "parked"
     busy = [s for s in SEEDS if s != asked and world.instance(f"m{s}").device == old]
     instance.last_start_seconds = 1.0  # whatever it was on a machine that computes other things too
     long = [asyncio.create_task(world.ask(f"m{seed}", "sleep:600")) for seed in busy]
@@ -122,7 +126,7 @@ async def test_a_model_whose_device_is_busy_goes_to_another_and_its_frames_there
     assert mapped_from(instance.process) == {instance.device}
     told = [event async for event in world.agent.events.follow(follow=False) if event.name == instance.model]
     assert any(event.reason == "Moved" and f"from {old}" in event.message for event in told)
-    world.check_ledger()
+    check(world, gpus)
     for seed in busy:
         os.kill(world.instance(f"m{seed}").process.pid, signal.SIGKILL)
     assert all(isinstance(answer, DispatchError) for answer in await asyncio.gather(*long, return_exceptions=True))
