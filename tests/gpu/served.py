@@ -35,12 +35,18 @@ def cache(size_bytes: int) -> None:
     """Take device memory that is given back when caches are emptied, as torch does: within its limit."""
     if sum(size for _, size in _cached) + size_bytes > _limit[-1]:
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes of {_limit[-1]}")
-    _cached.append((cuda_driver.call("cuMemAlloc", size_bytes), size_bytes))
+    _cached.append((_allocated(size_bytes), size_bytes))
 
 
 def leak(size_bytes: int) -> None:
     """Take device memory for good."""
-    cuda_driver.call("cuMemAlloc", size_bytes)
+    _allocated(size_bytes)
+
+
+def _allocated(size_bytes: int) -> int:
+    """The address of new memory, whichever thread asks: torch sets the context of each."""
+    cuda_driver.call("cuCtxSetCurrent", cuda_driver.call("cuDevicePrimaryCtxRetain", 0))
+    return int(cuda_driver.call("cuMemAlloc", size_bytes))
 
 
 def wait_until_told() -> None:
