@@ -452,7 +452,7 @@ async def test_without_the_word_of_the_driver_a_pool_says_so_and_serves_from_wha
     try:
         async with silent(gpu):
             await other.apply(greedy(other))
-        assert "what processes hold on the device is not measured" in other.agent.report().pool.message
+        assert "what processes hold on cuda:0 is not measured" in other.agent.report().pool.message
         assert other.agent.report().pool.ready
         for _ in range(2):
             assert await other.ask("m1") == pytest.approx(other.answer(16, 1))
