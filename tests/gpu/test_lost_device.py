@@ -107,10 +107,9 @@ def small(world: World, *seeds: int) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.root
-async def test_gpus_are_lost_one_after_another_and_the_others_serve_on(tmp_path):
-    with machine(tmp_path, devices=3) as gpus:
-        driver, world = gpus.driver, World(tmp_path / "agent")
-        (tmp_path / "agent").mkdir()
+async def test_gpus_are_lost_one_after_another_and_the_others_serve_on(tmp_path, tmp_path_factory):
+    with machine(tmp_path_factory.mktemp("gpus"), devices=3) as gpus:
+        driver, world = gpus.driver, World(tmp_path)
         world.pool = pool(memory=144 * MIB, count=3)
         await world.agent.start()
         try:
