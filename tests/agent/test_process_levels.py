@@ -73,7 +73,7 @@ answer['uid'] = os.getuid()
                         continue
                     if text == b'sleep\\0' + b'600\\0':
                         yield int(name)
-        found["sleepers"] = len(list(sleepers()))
+        await until(lambda: len(list(sleepers())) == 2)  # the kernel shows the arguments a moment after the start
         async with busy(one, "while True: pass"):
             one.kill()
             await one.exited
@@ -146,7 +146,6 @@ def test_an_agent_with_fewer_privileges(folder: Path, machine: Machine, python: 
     assert found["seen"]["environ"] in {"Permission denied", "No such file or directory"}
     assert found["seen"]["kill"] in {"Operation not permitted", "No such process"}
     assert found["seen"]["temporary"] == 1
-    assert found["sleepers"] == 2
     assert found["greedy"] == "OutOfMemory"
     assert found["left"] == NOTHING
     model, agent = found["uids"]

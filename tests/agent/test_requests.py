@@ -55,7 +55,7 @@ async def test_two_hundred_alternating_calls_are_all_answered_and_no_load_is_for
     assert all(await asyncio.gather(*(call(number) for number in range(200))))
     assert served_between["m1"]
     assert all(count >= 1 for counts in served_between.values() for count in counts), served_between
-    assert [world.instance(name).restarts for name in ("m1", "m2")] == [0, 0]
+    assert [world.instance(name).history.restarts for name in ("m1", "m2")] == [0, 0]
 
 
 async def test_a_resident_model_is_held_for_nobody_while_others_load_and_leave_around_it(world):
@@ -87,11 +87,11 @@ async def test_a_resident_model_is_held_for_nobody_while_others_load_and_leave_a
 
 async def test_a_saturated_model_is_busy_and_not_broken(world):
     await world.apply(*two_that_exclude_each_other(world))
-    restarts = [world.instance(name).restarts for name in ("m1", "m2")]
+    restarts = [world.instance(name).history.restarts for name in ("m1", "m2")]
     calls = [world.ask(f"m{1 + number % 2}", "sleep:0.02") for number in range(120)]
     answers = await asyncio.gather(*calls)
     assert len(answers) == 120
-    assert [world.instance(name).restarts for name in ("m1", "m2")] == restarts
+    assert [world.instance(name).history.restarts for name in ("m1", "m2")] == restarts
     assert all(world.report(name).ready for name in ("m1", "m2"))
 
 
@@ -106,7 +106,7 @@ async def test_the_expiries_of_an_impatient_caller_harm_nobody_else(world):
     assert expired
     assert {(error.status, error.reason) for error in expired} == {(504, Reason.DEADLINE_EXCEEDED)}
     assert world.report("m1").ready
-    assert world.instance("m1").restarts == 0
+    assert world.instance("m1").history.restarts == 0
     assert world.report("m1").in_flight == 0
 
 
@@ -116,7 +116,7 @@ async def test_ten_models_made_at_once_are_all_ready_and_none_was_restarted(worl
         del manifest["spec"]["resources"]
     await world.apply(*manifests)
     assert all(world.report(f"m{seed}").ready for seed in range(10))
-    assert {world.instance(f"m{seed}").restarts for seed in range(10)} == {0}
+    assert {world.instance(f"m{seed}").history.restarts for seed in range(10)} == {0}
     world.check_ledger()
 
 
@@ -169,4 +169,4 @@ async def test_requests_race_with_evictions_by_hand_and_none_is_lost(world):
     stop.set()
     assert await evicting > 0
     assert {answer for row in answers for answer in row} == {world.answer(8, 1)}
-    assert world.instance("m1").restarts == 0
+    assert world.instance("m1").history.restarts == 0

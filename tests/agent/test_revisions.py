@@ -158,13 +158,13 @@ async def test_a_broken_model_that_is_asked_for_all_the_time_is_not_started_all_
     manifest = world.manifest("m1", seed=1)
     manifest["spec"]["probe"]["json"] = command("exit:7")
     await world.apply(manifest, world.manifest("m2", seed=2))
-    before = world.instance("m1").restarts
+    before = world.instance("m1").history.restarts
     for _ in range(60):
         with pytest.raises(DispatchError) as caught:
             await world.ask("m1")
         assert caught.value.status == 503
         assert "exit status 7" in str(caught.value)
-    assert world.instance("m1").restarts - before <= 1
+    assert world.instance("m1").history.restarts - before <= 1
     assert await world.ask("m2") == pytest.approx(world.answer(8, 2))
 
 

@@ -276,9 +276,9 @@ async def test_running_over_the_deadline_ends_the_work_too(world):
         await world.ask("m1", "sleep:1", deadline=0.2)
     assert caught.value.status == 504
     assert world.instance("m1").line.in_flight == 0
-    restarts = world.instance("m1").restarts
+    restarts = world.instance("m1").history.restarts
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
-    assert world.instance("m1").restarts == restarts
+    assert world.instance("m1").history.restarts == restarts
 
 
 async def test_a_model_larger_than_the_budget_is_refused_with_both_numbers(world):

@@ -61,7 +61,7 @@ async def test_more_models_than_the_device_holds_all_answer_in_turn(world):
             world.check_ledger()
             process = world.instance(f"m{seed}").process
             assert pids.setdefault(seed, process.pid) == process.pid
-    assert sum(world.instance(f"m{seed}").evictions for seed in pids) >= 8
+    assert sum(world.instance(f"m{seed}").history.evictions for seed in pids) >= 8
     assert world.broker.memory.device.name == world.agent.report().pool.device == "cuda:0"
 
 

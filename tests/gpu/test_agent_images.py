@@ -83,7 +83,7 @@ async def test_models_are_packed_and_answer_the_same_before_and_after_every_swap
             assert await world.ask(name) == answer  # to the bit: a weight off by one in its last place shows
             assert world.report(name).device_bytes == (12 + WORKING_MIB) * MIB + CONTEXT_BYTES
             check(world)
-    assert sum(world.instance(name).evictions for name in models) >= 6
+    assert sum(world.instance(name).history.evictions for name in models) >= 6
     arena = world.broker.memory.arena
     held = [image for image in images.values() if arena.holds(image.digest)]
     assert len(held) == 3  # unpacked, only two would have room
@@ -133,7 +133,7 @@ async def test_an_image_larger_than_the_arena_is_read_on_the_way_again_and_again
     assert (
         max(most) == 4 * slot_bytes(FRAME) + whole(world.instance("a").prepared.image.stored_bytes, PAGE) <= ARENA_BYTES
     )
-    assert world.instance("large").wakes >= 3
+    assert world.instance("large").history.wakes >= 3
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])

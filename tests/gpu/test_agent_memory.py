@@ -280,6 +280,9 @@ async def test_contexts_of_more_models_than_fit_are_parked_in_turn_and_no_proces
     await world.until(lambda: not any(f"default/m{seed}" in world.broker.moves for seed in pids), "nothing moves")
     tiers = [world.instance(f"m{seed}").tier for seed in pids]
     assert (tiers.count("resident"), tiers.count("parked")) == (3, 2)
+    parked_one = world.instance(f"m{[*pids][tiers.index('parked')]}")
+    assert parked_one.start_seconds == parked_one.history.last_unpark_seconds > 0  # of its next wake, for the policy
+    assert world.instance(f"m{[*pids][tiers.index('resident')]}").start_seconds == 0
     assert world.ledger.device.free_bytes == CONTEXT_BYTES  # for the next that comes, so that it need not wait
     assert all("Parked" in told(world, f"m{seed}") for seed in pids)
 

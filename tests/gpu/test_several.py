@@ -94,7 +94,7 @@ async def test_more_models_than_all_devices_hold_answer_in_turn_and_every_accoun
             assert mapped_from(instance.process) == {instance.device}
     resident = [s for s in SEEDS if world.instance(f"m{s}").resident]
     assert len(resident) == 6  # of seven, two on each of three devices
-    assert sum(world.instance(f"m{seed}").evictions for seed in SEEDS) >= 1
+    assert sum(world.instance(f"m{seed}").history.evictions for seed in SEEDS) >= 1
 
 
 async def test_sixty_requests_at_once_over_seven_models_are_all_answered_rightly(world):
@@ -117,7 +117,7 @@ async def test_a_model_whose_device_is_busy_goes_to_another_and_its_frames_there
         await world.brokers[old].moves.park(instance, "for a test", needed=False)
         assert instance.tier == "parked"
     busy = [s for s in SEEDS if s != asked and world.instance(f"m{s}").device == old]
-    instance.last_start_seconds = 1.0  # whatever it was on a machine that computes other things too
+    instance.history.last_start_seconds = 1.0  # whatever it was on a machine that computes other things too
     long = [asyncio.create_task(world.ask(f"m{seed}", "sleep:600")) for seed in busy]
     await world.until(lambda: all(world.instance(f"m{s}").line.in_flight for s in busy), "they compute")
     assert await world.ask(f"m{asked}", deadline=300.0) == pytest.approx(world.answer(32, asked))

@@ -294,7 +294,7 @@ class Agent:
         """See `protocol.admin.Admin`."""
         instance = self._found(namespace, name).serving
         await self._devices.of(instance).orders.wake(instance, deadline_seconds)
-        return {"tier": instance.tier, "wakeSeconds": instance.last_wake_seconds}
+        return {"tier": instance.tier, "wakeSeconds": instance.history.last_wake_seconds}
 
     async def evict(self, namespace: str, name: str, deadline_seconds: float) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""
@@ -308,7 +308,7 @@ class Agent:
                 status=409,
             )
         await self._devices.of(instance).orders.evict(instance, deadline_seconds, "evicted by hand")
-        return {"tier": instance.tier, "evictSeconds": instance.last_evict_seconds}
+        return {"tier": instance.tier, "evictSeconds": instance.history.last_evict_seconds}
 
     async def prune(self, *, dry_run: bool) -> Mapping[str, Any]:
         """See `protocol.admin.Admin`."""

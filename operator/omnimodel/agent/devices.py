@@ -185,7 +185,7 @@ class Devices:
             choice.device,
             choice.why,
         )
-        if instance.wakes:
+        if instance.history.wakes:
             source.moves.tell(instance, "Moved", why)
         del source.instances[instance.name]
         target.instances[instance.name] = instance
@@ -202,13 +202,13 @@ class Devices:
         return next((rate for rate in rates if rate), None)
 
     def _choice(self, instance: Instance, now: float, states: list[DeviceState]) -> Choice:
-        again = max(0, instance.wakes - instance.wakes_before - 1)
+        again = max(0, instance.history.wakes - instance.wakes_before - 1)
         stay = Stay(
             device=instance.device,
             warm=instance.process is not None,
             seconds=now - instance.started_seconds,
-            paid_seconds=again * instance.last_wake_seconds,
-            restart_seconds=instance.last_start_seconds,
+            paid_seconds=again * instance.history.last_wake_seconds,
+            restart_seconds=instance.history.last_start_seconds,
         )
         return choose_device(self._model_state(instance, now), stay, states)
 

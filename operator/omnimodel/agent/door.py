@@ -92,7 +92,8 @@ class Door:
         instance = self._instance
         if instance.resident and not instance.draining:
             return 0.0
-        return instance.last_wake_seconds + (instance.last_start_seconds if instance.process is None else 0.0)
+        history = instance.history
+        return history.last_wake_seconds + (history.last_start_seconds if instance.process is None else 0.0)
 
     def waiting_for(self) -> str:
         """What a held request waits for, for its error message."""

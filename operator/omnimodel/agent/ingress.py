@@ -89,7 +89,7 @@ class Ingress:
             raise
         finally:
             instance.idle_seconds = time.monotonic()
-            instance.last_request_seconds = time.time()
+            instance.history.last_request_seconds = time.time()
             waiter.leave()
 
     @staticmethod
@@ -97,7 +97,7 @@ class Ingress:
         return Hold(
             waited_seconds=time.monotonic() - began,
             reason=instance.door.waited_for(began) if held else "none",
-            wake_seconds=instance.last_wake_seconds if instance.woken_seconds > began else 0.0,
+            wake_seconds=instance.history.last_wake_seconds if instance.woken_seconds > began else 0.0,
         )
 
     async def _admission(self, waiter: Waiter, instance: Instance, deadline: float, allowed: float) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,7 @@ import aiohttp
 from omnimodel.agent.declared import Limits, Residency
 from omnimodel.agent.door import Door
 from omnimodel.agent.failures import Failures
+from omnimodel.agent.history import History
 from omnimodel.agent.line import Line
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict, Settle, Start, Wake
@@ -132,12 +132,7 @@ class Instance:
         self.woken_seconds = -math.inf
         self.evicted_seconds = -math.inf
         self.idle_seconds = time.monotonic()
-        self.last_wake_seconds = self.last_evict_seconds = self.wake_seconds = 0.0
-        self.last_wake_bytes_per_second = 0
-        self.last_start_seconds = 0.0
-        self.last_request_seconds = 0.0
-        self.wakes = self.evictions = self.restarts = 0
-        self.causes: Counter[str] = Counter()  # of its wakes and evictions
+        self.history = History()
 
         self._spawn = spawn
         self._changed = changed
@@ -213,7 +208,9 @@ class Instance:
     @property
     def start_seconds(self) -> float:
         """What a wake takes beyond the copy."""
-        return self.last_start_seconds if self.process is None or self.foreign else 0.0
+        if self.process is None or self.foreign:
+            return self.history.last_start_seconds
+        return self.history.last_unpark_seconds if self.state is State.PARKED else 0.0
 
     @property
     def wanted(self) -> bool:
@@ -292,7 +289,7 @@ class Instance:
             raise
         self.coming_bytes = reply.number("workingBytes")
         self.follow(process)
-        self.last_start_seconds = time.monotonic() - began
+        self.history.last_start_seconds = time.monotonic() - began
         self.evicted_seconds = time.monotonic()
         self.set_state(State.WARM, "its process is started")
         self.keep()
@@ -300,7 +297,7 @@ class Instance:
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
         self.process, self.session, self.unparkable = process, self._session(process), False
-        self.started_seconds, self.wakes_before = time.monotonic(), self.wakes
+        self.started_seconds, self.wakes_before = time.monotonic(), self.history.wakes
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
 
     def keep(self) -> None:
@@ -371,7 +368,7 @@ class Instance:
         now = time.monotonic()
         self.note_wake(copy_seconds + now - began)
         self.woken_seconds = self.idle_seconds = now
-        self.wakes += 1
+        self.history.wakes += 1
         self.wanted_since_seconds = self.frozen_since_seconds = None
         self.draining = False
         self.line.owed = len(self.line.waiting)
@@ -379,7 +376,7 @@ class Instance:
 
     def note_wake(self, seconds: float) -> None:
         """Say how long the last wake took."""
-        self.last_wake_seconds = seconds
+        self.history.last_wake_seconds = seconds
         self.message = f"woken in {seconds:.3f} s"
 
     def _acknowledged_within(self, engine_seconds: float) -> float:
@@ -421,7 +418,7 @@ class Instance:
             await process.command(Evict(freeze=frozen, trim=trim), (), timeout_seconds)
         else:
             why = f"{why}; {await leave(process)}"
-        self.evictions += 1
+        self.history.evictions += 1
         self.draining = False
         self.line.owed = 0
         self.evicted_seconds = time.monotonic()
@@ -483,7 +480,7 @@ class Instance:
         self.line.owed = 0
         error = self.ended_because(process) if self._ending else ended
         if error is not None:
-            self.restarts += 1
+            self.history.restarts += 1
         self.set_state(State.COLD, error.problem if error is not None else self.message)
         self._on_exit(self, error)
 

@@ -142,8 +142,7 @@ class Loads:
             return False
         finally:
             instance.proving = False
-        instance.wake_seconds += instance.last_wake_seconds
-        instance.last_wake_bytes_per_second = int(copied_bytes / copy_seconds) if copy_seconds > 0 else 0
+        instance.history.note_copied(copied_bytes, copy_seconds)
         return True
 
     async def _map(

@@ -152,7 +152,7 @@ class Moves:
         """Wake an instance after its victims have left; what it will hold is its own from now on."""
         self._check_free(instance)
         instance.reserved = True
-        instance.causes[_wake_cause(instance)] += 1
+        instance.history.causes[_wake_cause(instance)] += 1
         if not instance.foreign:
             self.loads.copying = instance.name
         if not instance.measured:
@@ -218,7 +218,7 @@ class Moves:
         """Take a victim off the device, or freeze its requests; at once for whoever asks what it holds."""
         self._check_free(instance)
         instance.leaving, instance.freezing = True, freeze
-        instance.causes["freeze" if freeze else "room"] += 1
+        instance.history.causes["freeze" if freeze else "room"] += 1
         why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
         return self._begin(instance, self._leave(instance, freeze=freeze, why=why))
 
@@ -227,7 +227,7 @@ class Moves:
         self._check_free(instance)
         if instance.state is State.RESIDENT:
             instance.leaving, instance.freezing = True, False
-            instance.causes[cause] += 1
+            instance.history.causes[cause] += 1
         return self._begin(instance, self._go_down(instance, why, stop=stop))
 
     async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
@@ -248,7 +248,7 @@ class Moves:
             return None
         weighed: list[int | None] = []
         instance.leaving, instance.freezing = True, False
-        instance.causes["end"] += 1
+        instance.history.causes["end"] += 1
         await self._begin(instance, self._leave(instance, freeze=False, why="its size is known now", weighed=weighed))
         return weighed[0] if weighed else None
 
@@ -281,7 +281,7 @@ class Moves:
             else:
                 await self.contexts.given_back(instance, self.parks)
             await self._measure(instance)
-        instance.last_evict_seconds = time.perf_counter() - began
+        instance.history.last_evict_seconds = time.perf_counter() - began
         self.tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", instance.message)
 
     async def _wake_up(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> None:

@@ -127,7 +127,8 @@ class Parks:
             async with self._one_at_a_time:
                 await self._driven(process, lambda: parking.unpark(process.pid))
             if instance.process is process:
-                instance.set_state(State.WARM, f"its process was brought back in {time.perf_counter() - began:.3f} s")
+                seconds = instance.history.last_unpark_seconds = time.perf_counter() - began
+                instance.set_state(State.WARM, f"its process was brought back in {seconds:.3f} s")
                 await self._contexts.started(instance)
         except OmniError as error:
             if instance.process is not process:

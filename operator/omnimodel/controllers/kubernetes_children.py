@@ -15,19 +15,19 @@ from typing import Any
 
 from omnimodel.api import GROUP, OmniPool
 from omnimodel.api.meta import API_VERSION
-from omnimodel.api.pool import Volume
-from omnimodel.api.pool_store import PoolStore, PublishedStore
+from omnimodel.controllers.kubernetes_volumes import (
+    STATE_PATH,
+    agent_mounts,
+    claim_templates,
+    further_paths,
+    memory_quantity,
+    pod_volumes,
+    uses_node_folders,
+)
 from omnimodel.kube import DISRUPTION_BUDGETS, SERVICES, STATEFUL_SETS, Kind
 from omnimodel.quantity import parse_bytes, parse_cpu
-from omnimodel.render import references_of_sources
 
 PORT = 8710
-STATE_PATH = "/var/lib/omnimodel"
-STORE_PATH = "/var/lib/omnimodel-store"
-STORE_VOLUME = "store"
-SOURCES_PATH = "/etc/omnimodel/sources"
-TOKEN_PATH = "/etc/omnimodel/token"  # noqa: S105 - a folder
-TOKEN_KEY = "token"  # noqa: S105 - of the Secret, and the name of the file
 DRAIN_SECONDS = 60
 GRACE_SECONDS = DRAIN_SECONDS + 30
 DEVICE_CORES = Fraction(1, 2)  # that a pod asks for, for each of its devices, unless its pool says how many
@@ -120,7 +120,7 @@ def build_stateful_set(pool: OmniPool, settings: AgentSettings, replicas: int) -
         "selector": {"matchLabels": selector_of(pool)},
         "template": {"metadata": {"labels": {**selector_of(pool), **MANAGED}}, "spec": _pod_spec(pool, settings)},
     }
-    if claims := _claim_templates(pool):
+    if claims := claim_templates(pool):
         spec["volumeClaimTemplates"] = claims
     return Child(STATEFUL_SETS, _body(pool, spec))
 
@@ -133,14 +133,7 @@ def _pod_spec(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
         "serviceAccountName": account,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [_container(pool, settings)],
-        "volumes": [
-            {"name": "state", "emptyDir": {}},
-            {"name": "tmp", "emptyDir": {}},
-            *(_volume(_volume_name(volume), volume, read_only=volume.read_only) for volume in pool.spec.volumes),
-            *_store_volumes(pool),
-            *_sources_volume(pool),
-            *_token_volume(settings),
-        ],
+        "volumes": pod_volumes(pool, settings.token_secret),
     }
     if pod is not None:
         if pod.node_selector:
@@ -171,9 +164,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
             {"name": "OMNI_POOL_NAMESPACE", "value": pool.metadata.namespace},
             {"name": "OMNI_STATE_DIR", "value": STATE_PATH},
             {"name": "OMNI_DRAIN_SECONDS", "value": str(DRAIN_SECONDS)},
-            *([{"name": "OMNI_STORE_DIR", "value": STORE_PATH}] if _store_mount(pool) else []),
-            *([{"name": "OMNI_SOURCES_DIR", "value": SOURCES_PATH}] if _sources_volume(pool) else []),
-            *([{"name": "OMNI_TOKEN_FILE", "value": f"{TOKEN_PATH}/{TOKEN_KEY}"}] if settings.token_secret else []),
+            *({"name": name, "value": path} for name, path in further_paths(pool, settings.token_secret).items()),
             *({"name": name, "value": value} for name, value in sorted((settings.env or {}).items())),
         ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
@@ -181,25 +172,7 @@ def _container(pool: OmniPool, settings: AgentSettings) -> dict[str, Any]:
         "livenessProbe": _probe("/healthz", period_seconds=20, failures=3),
         "readinessProbe": _probe("/readyz", period_seconds=5, failures=2),
         "securityContext": _security(pool),
-        "volumeMounts": [
-            {"name": "state", "mountPath": STATE_PATH},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
-            *(
-                {
-                    "name": _volume_name(volume),
-                    "mountPath": volume.folder,
-                    **({"readOnly": True} if volume.read_only else {}),
-                }
-                for volume in pool.spec.volumes
-            ),
-            *_store_mount(pool),
-            *(
-                {"name": _published_name(store), "mountPath": store.folder, "readOnly": True}
-                for store in _store(pool).published
-            ),
-            *([{"name": "sources", "mountPath": SOURCES_PATH, "readOnly": True}] if _sources_volume(pool) else []),
-            *([{"name": "token", "mountPath": TOKEN_PATH, "readOnly": True}] if settings.token_secret else []),
-        ],
+        "volumeMounts": agent_mounts(pool, settings.token_secret),
     }
     if settings.command:
         container["command"] = list(settings.command)
@@ -249,9 +222,7 @@ def privilege_of(pool: OmniPool) -> str:
     """Why no Pod Security Standard but `privileged` admits its pods; empty where `baseline` does."""
     if pool.spec.isolation.level == "namespaces":
         return "isolation level namespaces"
-    store = _store(pool)
-    paths = [*(volume.path for volume in pool.spec.volumes), store.path, *(other.path for other in store.published)]
-    return "a folder of the node" if any(path is not None for path in paths) else ""
+    return "a folder of the node" if uses_node_folders(pool) else ""
 
 
 def _resources(pool: OmniPool) -> dict[str, Any]:
@@ -262,7 +233,7 @@ def _resources(pool: OmniPool) -> dict[str, Any]:
     cores = DEVICE_CORES * pool.spec.device.count if asked is None or asked.cpu is None else parse_cpu(asked.cpu)
     requests["cpu"] = _cores(cores)
     if asked is not None and asked.memory is not None:
-        requests["memory"] = limits["memory"] = _quantity(parse_bytes(asked.memory))
+        requests["memory"] = limits["memory"] = memory_quantity(parse_bytes(asked.memory))
     if pool.spec.device.type == "cuda":
         limits["nvidia.com/gpu"] = requests["nvidia.com/gpu"] = str(pool.spec.device.count)
     return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
@@ -271,94 +242,6 @@ def _resources(pool: OmniPool) -> dict[str, Any]:
 def _cores(cores: Fraction) -> str:
     millis = round(cores * 1000)
     return str(millis // 1000) if millis % 1000 == 0 else f"{millis}m"
-
-
-def _quantity(count: int) -> str:
-    """Bytes as Kubernetes writes them back: the largest binary unit that leaves no remainder."""
-    for power, unit in ((40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")):
-        if count and count % (1 << power) == 0:
-            return f"{count >> power}{unit}"
-    return str(count)
-
-
-def _volume(name: str, source: Volume | PublishedStore, *, read_only: bool) -> dict[str, Any]:
-    """A volume of a pod: a claim, a container image, or a folder of the node."""
-    if source.persistent_volume_claim is not None:
-        claim = {"claimName": source.persistent_volume_claim.claim_name, **({"readOnly": True} if read_only else {})}
-        return {"name": name, "persistentVolumeClaim": claim}
-    if source.image is not None:
-        image = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
-        return {"name": name, "image": image}
-    return {"name": name, "hostPath": {"path": source.path, "type": "Directory"}}
-
-
-def _volume_name(volume: Volume) -> str:
-    return f"volume-{volume.name}"[:63]
-
-
-def _store(pool: OmniPool) -> PoolStore:
-    return pool.spec.store or PoolStore()
-
-
-def _claim_templates(pool: OmniPool) -> list[dict[str, Any]]:
-    """The claim that each pod gets, and that stays when it goes."""
-    template = _store(pool).volume_claim_template
-    if template is None:
-        return []
-    spec: dict[str, Any] = {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": _quantity(parse_bytes(template.size))}},
-    }
-    if template.storage_class_name is not None:
-        spec["storageClassName"] = template.storage_class_name
-    return [{"metadata": {"name": STORE_VOLUME}, "spec": spec}]
-
-
-def _store_mount(pool: OmniPool) -> list[dict[str, Any]]:
-    """Where the agent keeps what outlives its pod. In a volume that several pods have, each has a folder of its own."""
-    store = _store(pool)
-    mount = {"name": STORE_VOLUME, "mountPath": STORE_PATH}
-    if store.volume_claim_template is not None:
-        return [mount]
-    if store.persistent_volume_claim is None and store.path is None:
-        return []
-    return [{**mount, "subPathExpr": "$(OMNI_POD_NAMESPACE)/$(OMNI_POD_NAME)"}]
-
-
-def _store_volumes(pool: OmniPool) -> list[dict[str, Any]]:
-    """Volumes of the store that is written, unless each pod has a claim of its own, and of those that are read."""
-    store = _store(pool)
-    volumes: list[dict[str, Any]] = []
-    if store.persistent_volume_claim is not None:
-        claim = {"claimName": store.persistent_volume_claim.claim_name}
-        volumes.append({"name": STORE_VOLUME, "persistentVolumeClaim": claim})
-    if store.path is not None:
-        volumes.append({"name": STORE_VOLUME, "hostPath": {"path": store.path, "type": "DirectoryOrCreate"}})
-    volumes += [_volume(_published_name(item), item, read_only=True) for item in store.published]
-    return volumes
-
-
-def _published_name(store: PublishedStore) -> str:
-    return f"published-{store.name}"[:63]
-
-
-def _sources_volume(pool: OmniPool) -> list[dict[str, Any]]:
-    """Authorities, logins and token of the pool's sources, as files; pods start also when one is not there yet."""
-    kinds = {"configmaps": "configMap", "secrets": "secret"}
-    projected = [
-        {kinds[kind]: {"name": key.name, "items": [{"key": key.key, "path": file}], "optional": True}}
-        for file, (kind, key) in references_of_sources(pool).items()
-    ]
-    return [{"name": "sources", "projected": {"defaultMode": 0o400, "sources": projected}}] if projected else []
-
-
-def _token_volume(settings: AgentSettings) -> list[dict[str, Any]]:
-    """The token as a file, for the agent alone: models have other users and groups, and do not see the folder."""
-    if not settings.token_secret:
-        return []
-    items = [{"key": TOKEN_KEY, "path": TOKEN_KEY}]
-    # Of the group, too: a cluster may run the agent as another user than root, whose group is root's all the same.
-    return [{"name": "token", "secret": {"secretName": settings.token_secret, "items": items, "defaultMode": 0o440}}]
 
 
 def _body(pool: OmniPool, spec: dict[str, Any]) -> dict[str, Any]:
