@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -101,8 +102,10 @@ async def test_an_environment_with_its_own_copy_of_what_is_imported_gets_a_bare_
         os.kill(bare, signal.SIGKILL)
         assert (await run(two, look))["version"] == 2, "it lives on without its zygote"
         await until(lambda: not alive(bare))
-        assert (await run(await many.make(environment=(new,), read_only=(new,)), look))["version"] == 2
-        assert children_of(base) == [plain.pid]
+        three = await many.make(environment=(new,), read_only=(new,))
+        assert (await run(three, look))["version"] == 2
+        assert plain.pid in children_of(base)
+        assert not {one.pid, two.pid, three.pid} & set(children_of(base))
 
 
 @pytest.mark.parametrize("name", ["library", "sitecustomize", "numpy", "encodings"])
@@ -184,6 +187,57 @@ async def test_a_zygote_killed_in_a_fork_hurts_one_fork_at_most(tmp_path: Path) 
                 made.kill()
                 await made.released
         assert (await (await many.make()).command(Ping())).ok
+
+
+async def spare_of(zygote: int, known: Collection[int] = ()) -> int:
+    """The child that waits to become a process; the known ones are processes."""
+    await until(lambda: set(children_of(zygote)) - set(known))
+    (pid,) = set(children_of(zygote)) - set(known)
+    return pid
+
+
+async def test_a_process_is_forked_before_it_is_asked_for(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        await many.spawner.zygotes.start()
+        zygote = first(many.spawner.zygotes)
+        spare = await spare_of(zygote)
+        await until(lambda: psutil.Process(spare).num_fds() == 4)  # its log and its channel, nothing of the zygote's
+        process = await many.make()
+        assert process.pid == spare
+        assert process.pid in process.group.pids()
+        other = await many.make()
+        assert (await run(other, "answer['pid'] = os.getpid()"))["pid"] == 1, "in a pid namespace of its own"
+        next_one = await spare_of(zygote, [process.pid, other.pid])
+        process.kill()
+        await process.released
+        assert alive(next_one), "it is nobody's orphan"
+
+
+async def test_a_spare_that_is_killed_costs_nobody_a_process(tmp_path: Path) -> None:
+    async with children(tmp_path) as many:
+        await many.spawner.zygotes.start()
+        zygote = first(many.spawner.zygotes)
+        for _ in range(3):
+            spare = await spare_of(zygote)
+            os.kill(spare, signal.SIGKILL)
+            await until(lambda spare=spare: not alive(spare))
+            process = await many.make()
+            assert (await process.command(Ping())).ok
+            process.kill()
+            await process.released
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_spare_ends_with_its_zygote(tmp_path: Path, killed: bool) -> None:
+    pool = zygotes(tmp_path)
+    await pool.start()
+    zygote = first(pool)
+    spare = await spare_of(zygote)
+    if killed:
+        os.kill(zygote, signal.SIGKILL)
+        await until(lambda: not alive(spare))
+    await pool.close()
+    await until(lambda: not alive(zygote) and not alive(spare))
 
 
 async def test_the_zygote_ends_when_the_agent_is_gone(tmp_path: Path) -> None:

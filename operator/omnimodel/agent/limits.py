@@ -117,21 +117,38 @@ class Group:
         for _, folder in self._folders():
             _write(folder / "cgroup.procs", str(pid))
 
+    def add_uncounted(self, pid: int) -> None:
+        """Move a process in where nothing is counted, and it makes no difference when; one that is gone is not."""
+        for hierarchy, folder in self._folders():
+            if not hierarchy.controllers:
+                with contextlib.suppress(OSError):
+                    _write(folder / "cgroup.procs", str(pid))
+
     @contextlib.contextmanager
     def doors(self) -> Iterator[tuple[int, ...]]:
-        """Descriptors through which a process moves itself in by writing `0`."""
+        """Descriptors through which a process of one thread moves itself in by writing `0`, where anything is counted.
+
+        To move a process the kernel waits until no other is being forked, some 13 ms; version 1 spares that to a
+        thread which moves itself.
+        """
         opened: list[int] = []
         try:
-            for _, folder in self._folders():
-                opened.append(os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            for hierarchy, folder in self._folders():
+                if hierarchy.controllers:
+                    door = folder / ("tasks" if hierarchy.version == 1 else "cgroup.procs")
+                    opened.append(os.open(door, os.O_WRONLY | os.O_CLOEXEC))
             yield tuple(opened)
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
     def holds(self, pid: int) -> bool:
-        """Whether a process is in it, in every hierarchy."""
-        return all(str(pid) in (folder / "cgroup.procs").read_text().split() for _, folder in self._folders())
+        """Whether a process is in it, in every hierarchy that counts anything."""
+        return all(
+            str(pid) in (folder / "cgroup.procs").read_text().split()
+            for hierarchy, folder in self._folders()
+            if hierarchy.controllers
+        )
 
     def pids(self) -> set[int]:
         """The processes in it."""

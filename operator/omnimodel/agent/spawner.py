@@ -225,6 +225,13 @@ class Spawner:
         forked: Forked | None = None
         listener: socket.socket | None = None
         process: ModelProcess | None = None
+        moving: asyncio.Future[None] | None = None
+
+        def born(pid: int) -> None:
+            nonlocal moving
+            assert group is not None
+            moving = asyncio.ensure_future(asyncio.to_thread(group.add_uncounted, pid))
+
         try:
             socket_path, listener = self._listen(plan.instance)
             plan = self._prepare(plan, folder)
@@ -245,6 +252,7 @@ class Spawner:
                     paths=request.paths,
                     target=request.target,
                     timeout_seconds=request.fork_seconds,
+                    born=born,
                 )
             output.close_writer()
             self.journal.record(Entry(plan.instance, forked.pid, forked.start_ticks, self._paths(plan.instance)))
@@ -268,6 +276,8 @@ class Spawner:
             env = dict(zip(request.env, process.told(request.env.values()), strict=True))
             (folder_inside,) = process.told([request.working_dir])
             await forked.go({**scratch, **env}, folder_inside or plan.scratch)
+            if moving is not None:  # before it is told to start, and runs any code of the model's
+                await moving
         except BaseException as error:
             if process is not None:
                 process.kill()

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ class Zygotes:
         descriptors: Mapping[str, int] | None = None,
         target: str = SERVE,
         timeout_seconds: float = 30.0,
+        born: Callable[[int], object] = lambda _: None,
     ) -> Forked:
         """Fork a process and wait until it is in its sandbox.
 
@@ -166,6 +167,7 @@ class Zygotes:
             descriptors: handed to the process by name; they stay open here.
             target: what runs in the process.
             timeout_seconds: of the fork, without the start of a zygote.
+            born: told its pid, while it enters its sandbox.
 
         Raises:
             IsolationError: the machine does not give the plan's minimum.
@@ -200,6 +202,7 @@ class Zygotes:
             if reply["kind"] != "forked":
                 raise ProcessError(f"process {plan.instance}", reply["message"], "restart the agent")
             pidfd = received[0]
+            born(reply["pid"])
             async with asyncio.timeout(timeout_seconds):
                 first, _ = await channel.receive()
             if first["kind"] == "failed":

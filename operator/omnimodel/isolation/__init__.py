@@ -8,7 +8,7 @@ runtime may call it.
 from __future__ import annotations
 
 from omnimodel.isolation.enter import enter
-from omnimodel.isolation.fork import fork_isolated
+from omnimodel.isolation.fork import fork_ahead, fork_isolated
 from omnimodel.isolation.plan import Level, Mount, Reached, SandboxPlan
 
-__all__ = ["Level", "Mount", "Reached", "SandboxPlan", "enter", "fork_isolated"]
+__all__ = ["Level", "Mount", "Reached", "SandboxPlan", "enter", "fork_ahead", "fork_isolated"]

@@ -18,12 +18,22 @@ def fork_isolated(uid: int) -> int:
     Returns:
         0 in the child, its pid (as the caller sees it) in the caller.
     """
+    pid = fork_ahead()
+    return _through_user_namespace(uid) if pid is None else pid
+
+
+def fork_ahead() -> int | None:
+    """The same for a child of which nobody knows yet who it will be.
+
+    Returns:
+        None, and there is no child, where it takes a user namespace, which is made for a user.
+    """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             syscalls.unshare(syscalls.CLONE_NEWPID)  # for the next child only
         except OSError:
-            return _through_user_namespace(uid)
+            return None
         try:
             pid = os.fork()
         except OSError:

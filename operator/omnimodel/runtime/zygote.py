@@ -5,10 +5,11 @@ touches no accelerator and holds no secret, because every model's process begins
 
 | asked | descriptors | answered |
 |---|---|---|
-| `{"op": "fork", "instance", "plan", "overlay": [folders], "bare", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, `cgroup.procs` of each group, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused`, or `conflict` when an overlay holds what is imported here (a bare zygote imported nothing) |
+| `{"op": "fork", "instance", "plan", "overlay": [folders], "bare", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, doors of its groups, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused`, or `conflict` when an overlay holds what is imported here (a bare zygote imported nothing) |
 | | | `{"kind": "exited", "pid", "status"}` for each child that ended |
 
 Nothing of an overlay is imported here: its packages are a stranger's, and this process is in no sandbox.
+Who asks gets the spare, a child that was forked before and waits (see `spare`); another is forked once it is quiet.
 The child moves into its control groups, so that all it touches from then on is its own, enters its sandbox, says
 `{"kind": "entered", "reached", "seconds"}` on its control channel, waits for `{"op": "go", "env"}` and calls `target`,
 `omnimodel.runtime.serve:run`.
@@ -37,6 +38,7 @@ from omnimodel.isolation import SandboxPlan, enter, fork_isolated
 from omnimodel.isolation.syscalls import PR_SET_CHILD_SUBREAPER, close_descriptors_except, prctl
 from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.runtime.allocator import fill_holes
+from omnimodel.runtime.spare import Spare
 
 SERVE = "omnimodel.runtime.serve:run"
 PRELOAD = (
@@ -66,6 +68,7 @@ PRELOAD = (
 )
 _UNWANTED = "torchao"  # the transformers library imports it wherever it finds it; only quantized models need it
 _ORPHAN_SECONDS = 30.0
+_QUIET_MILLISECONDS = 50  # before a spare is forked, so that a process which begins has the processor
 
 
 def thread_names() -> list[str]:
@@ -141,6 +144,8 @@ class Zygote:
         self.channel = channel
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._known: set[int] = set()
+        self._spare: Spare | None = None
+        self._spare_wanted = False
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import, and say that it is up."""
@@ -174,8 +179,11 @@ class Zygote:
         poll = select.poll()
         poll.register(self.channel.sock, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        self._spare_wanted = True
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = {descriptor for descriptor, _ in poll.poll(_QUIET_MILLISECONDS if self._spare_wanted else None)}
+            if not ready:
+                self._fork_spare()
             try:
                 if self._wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -189,11 +197,21 @@ class Zygote:
                         for descriptor in descriptors:
                             os.close(descriptor)
             except ChannelClosed:
+                if self._spare is not None:
+                    self._spare.end()
                 return
+
+    def _fork_spare(self) -> None:
+        """Fork for the next who asks, while nobody does."""
+        self._spare_wanted = False
+        if self._spare is None and len(thread_names()) == 1:
+            with contextlib.suppress(OSError):
+                self._spare = Spare.fork(self._become_child)
 
     def _end_orphans(self) -> None:
         """Without a pid namespace the children of a dead model come to us, whatever session they are in."""
-        for pid in set(_children()) - self._known:
+        own = self._known | ({self._spare.pid} if self._spare else set())
+        for pid in set(_children()) - own:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -206,6 +224,8 @@ class Zygote:
             if pid == 0:
                 self._end_orphans()
                 return
+            if self._spare is not None and pid == self._spare.pid:
+                self._spare = None
             if pid not in self._known:
                 continue
             self._known.discard(pid)
@@ -223,10 +243,7 @@ class Zygote:
             if not request["bare"] and (conflict := _imported(request["overlay"])):
                 self.channel.send({"kind": "conflict", **about, "modules": conflict})
                 return
-            plan = SandboxPlan.from_json(request["plan"])
-            pid = fork_isolated(plan.uid)
-            if pid == 0:
-                self._become_child(request, plan, descriptors)
+            pid = self._fork(request, descriptors)
         except OSError as error:
             self.channel.send({"kind": "refused", **about, "message": f"fork failed: {error.strerror}"})
             return
@@ -240,9 +257,21 @@ class Zygote:
         finally:
             os.close(pidfd)
 
-    def _become_child(self, request: Mapping[str, Any], plan: SandboxPlan, descriptors: list[int]) -> NoReturn:
+    def _fork(self, request: Mapping[str, Any], descriptors: list[int]) -> int:
+        """The pid of a process for a request: the spare's, or a new one's."""
+        spare, self._spare = self._spare, None
+        self._spare_wanted = True
+        if spare is not None and spare.told(request, descriptors):
+            return spare.pid
+        pid = fork_isolated(request["plan"]["uid"])
+        if pid == 0:
+            self._become_child(request, descriptors)
+        return pid
+
+    def _become_child(self, request: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
         """The model's process, from its first instruction on."""
         try:
+            plan = SandboxPlan.from_json(request["plan"])
             signal.set_wakeup_fd(-1)
             os.setsid()
             control, log, *rest = descriptors
@@ -312,7 +341,7 @@ def _reseed() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
-        sys.modules["torch"].seed()
+        sys.modules["torch"].default_generator.seed()
 
 
 def _run_child(channel: Channel, request: Mapping[str, Any], plan: SandboxPlan, descriptors: Mapping[str, int]) -> int:

@@ -35,6 +35,7 @@ from omnimodel.protocol.process import Envelope, Reply, Start, decode
 
 READY_SECONDS = 300.0
 MEMORY_BYTES = 2 << 30  # limit of a measured process: enough for every example
+IMPORTS = "from omnimodel.runtime.zygote import PRELOAD, preload\npreload(PRELOAD, lambda *_: None)\n"
 FRESH = (
     "import socket, sys\n"
     "from omnimodel.protocol.channel import Channel\n"
@@ -112,10 +113,14 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
             note=f"{len(untokenized)} models",
         )
         ratios: list[float] = []
+        bare_ratios: list[float] = []
         for subject in [subject for subject in subjects if subject.name in by_model][:fresh]:
-            seconds = await _fresh(subject)
+            seconds, bare_seconds = await _fresh(subject, IMPORTS + FRESH), await _fresh(subject, FRESH)
             ratios.append(seconds / by_model[subject.name])
-            note = f"the same commands, no sandbox: {ratios[-1]:.0f} times"
+            bare_ratios.append(bare_seconds / by_model[subject.name])
+            note = (
+                f"{ratios[-1]:.0f} times; {bare_seconds:.3g} s and {bare_ratios[-1]:.0f} times with what it needs only"
+            )
             report.add(f"fresh interpreter {subject.name}", seconds, "s", note=note)
         report.add(
             "fork to ready, median",
@@ -128,7 +133,12 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
             median(ratios) if ratios else 0.0,
             goal=50.0,
             at_least=True,
-            note=f"median of {len(ratios)} models",
+            note=f"with the same libraries, no sandbox; median of {len(ratios)} models",
+        )
+        report.add(
+            "than one that imports what the model needs only",
+            median(bare_ratios) if bare_ratios else 0.0,
+            note="a process as one would write it for this model alone",
         )
     finally:
         await spawner.close()
@@ -196,7 +206,7 @@ def _start(subject: Subject, image: str) -> Start:
     return Start(subject.spec, image, prepared.image_bytes, prepared.frame_bytes, prepared.device, prepared.threads)
 
 
-async def _fresh(subject: Subject) -> float:
+async def _fresh(subject: Subject, program: str) -> float:
     """Seconds that a new interpreter takes for the same: imports, module, binding; without fork, sandbox and limits."""
     ours, theirs = socket_pair()
     channel = AsyncChannel(ours)
@@ -209,7 +219,7 @@ async def _fresh(subject: Subject) -> float:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", FRESH, str(theirs.fileno()), "fresh", pass_fds=(theirs.fileno(),), env=environment
+        sys.executable, "-c", program, str(theirs.fileno()), "fresh", pass_fds=(theirs.fileno(),), env=environment
     )
     theirs.close()
     image = str(subject.prepared.image.path) if subject.prepared.image else ""
