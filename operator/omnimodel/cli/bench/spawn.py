@@ -136,9 +136,9 @@ async def _measure(report: Report, catalog: Path, state_dir: Path, rounds: int, 
             note=f"with the same libraries, no sandbox; median of {len(ratios)} models",
         )
         report.add(
-            "than one that imports what the model needs only",
+            "times faster than with what a model needs only",
             median(bare_ratios) if bare_ratios else 0.0,
-            note="a process as one would write it for this model alone",
+            note="a program as one would write it for this model alone",
         )
     finally:
         await spawner.close()
