@@ -15,7 +15,7 @@ CATALOG ?= examples/catalog
 # Options passed on: `make up ARGS="--memory 1Gi"`, `make test ARGS="-k ledger"`.
 ARGS ?=
 # Files of tests that run side by side; most of the time a test waits for processes. 0: one after another, as --pdb needs.
-JOBS ?= 2
+JOBS ?= 3
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20

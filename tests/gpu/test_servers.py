@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,11 @@ async def post(world: World, name: str, path: str, body: dict) -> tuple[int, dic
 
 
 def children(world: World, name: str) -> list[psutil.Process]:
-    """The server of a model, and what it has started."""
-    found = psutil.Process(world.instance(name).process.pid).children(recursive=True)
-    return [child for child in found if _runs(child)]
+    """The server of a model, and what it has started; nothing when its process has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(world.instance(name).process.pid).children(recursive=True)
+        return [child for child in found if _runs(child)]
+    return []
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -173,6 +176,29 @@ async def test_more_servers_than_the_device_holds_answer_all_and_sleepers_give_w
         await one(index)
     await asyncio.gather(*(one(index) for index in range(40)))
     assert all(not world.instance(name).sleepless for name in names)
+
+
+async def test_a_wake_makes_room_again_for_what_others_are_seen_to_hold_meanwhile(world, gpu, monkeypatch):  # noqa: F811
+    first = world.manifest("m1", mib=32, seed=1, working_mib=32)
+    await world.apply(first)
+    await world.ask("m1")
+    await evict(world, "m1")  # its frames are free, and there
+    frames, account = world.broker.memory.frames, world.ledger.device
+    make_room, surplus = frames.make_room, []
+
+    async def and_another_is_measured(worth):
+        await make_room(worth)
+        if account.promised("default/s1") and not surplus:
+            account.hold("default/other", Kind.CONTEXT, (account.spare_frames() + 2) * account.frame_bytes)
+            surplus.append(account.surplus_frames())
+
+    monkeypatch.setattr(frames, "make_room", and_another_is_measured)
+    try:
+        await world.apply(first, server(world, "s1"))
+        assert await ask(world, "s1") == f"{digest(world, 1)} hello"
+    finally:
+        account.give_back("default/other", Kind.CONTEXT)
+    assert surplus[0] > 0
 
 
 async def test_a_server_beside_models_of_frames_leaves_them_what_it_does_not_need(world, gpu):  # noqa: F811

@@ -93,6 +93,7 @@ def test_a_dead_watch_of_one_namespace_is_not_hidden_by_that_of_another() -> Non
     hearing.expect(LEASES, lease("team-a", 7))
     hearing.expect(LEASES, lease("team-b", 8))
     now = 1.0
+    assert hearing.ages() == {"leases": 1.0}, "one that never brought anything is the older for it"
     hearing.heard(LEASES, lease("team-b", 9))
     now = kubernetes_health.DEAF_SECONDS + 2.0
     assert hearing.deaf() == ["leases in team-a"]

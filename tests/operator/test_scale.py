@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import statistics
 import time
 from pathlib import Path
@@ -71,11 +72,16 @@ async def test_many_models_converge_with_few_calls_and_then_it_is_quiet(
         ]
         return sum(lists) - sum(leases)
 
+    async def by_kind() -> dict[str, int]:
+        _, text = await operator.ask("/metrics")
+        rows = re.findall(r"^omni_operator_api_calls_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+        return {labels: round(float(value)) for labels, value in rows}
+
     async def settled() -> bool:
         return await operator.metric("omni_operator_queue_depth") == 0
 
     await until(settled, "the queue is empty")
-    spent = await calls()
+    spent, calls_by_kind = await calls(), await by_kind()
     seconds = []
     for name in names[:9]:
         start = time.perf_counter()
@@ -95,6 +101,7 @@ async def test_many_models_converge_with_few_calls_and_then_it_is_quiet(
         "assigned_seconds_after_apply": round(assigned - applied, 2),
         "ready_seconds_after_apply": round(ready - applied, 2),
         "calls_per_model": round(spent / MODELS_IN_ALL, 2),
+        "calls": calls_by_kind,
         "edit_seconds_median": round(statistics.median(seconds), 3),
         "steady_calls_per_minute": steady * 60 / QUIET_SECONDS,
         "operator_mib": round(resident_bytes(operator.pid) / (1 << 20)),

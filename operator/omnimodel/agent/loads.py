@@ -72,7 +72,6 @@ class Loads:
         prepared, process = instance.prepared, instance.process
         assert prepared is not None
         image = prepared.image
-        worth_of = self._worth
         held_before = account.held_bytes(instance.name, Kind.WORKING)
         instance.begin_wake()
         began = copy_seconds = 0.0
@@ -89,12 +88,13 @@ class Loads:
             if image is not None:
                 await self._room_on_host(image)
             await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
-            await pool.make_room(worth_of)
             if image is None or not prepared.frame_count:
+                await self._make_room()
                 account.grant(instance.name)
             else:
                 async with self._memory.arena.staged(image, self._worth_in_arena) as staged:
-                    allocation = pool.take(instance.name, image.digest, worth_of)
+                    await self._make_room()
+                    allocation = pool.take(instance.name, image.digest, self._worth)
                     frames, began = allocation.frames, time.perf_counter()
                     late_seconds = self._late_seconds(image)
                     copy_seconds = await pool.fill(allocation, staged, late_seconds, fence=instance.fence, begun=begun)
@@ -191,6 +191,19 @@ class Loads:
                 if not self._vacate(short_bytes) and time.monotonic() > deadline:
                     raise
             self._end_sleepers(instance, frame_count * account.frame_bytes + working_bytes - account.free_bytes)
+            await asyncio.sleep(0.01)
+
+    async def _make_room(self) -> None:
+        """Bring frames into line with what is promised, until they are: others may be seen to hold more meanwhile.
+
+        Raises:
+            LedgerError: the device does not have the memory.
+        """
+        deadline = time.monotonic() + FREED_SECONDS
+        while True:
+            await self._memory.frames.make_room(self._worth)
+            if not self._memory.ledger.device.surplus_frames() or time.monotonic() > deadline:
+                return
             await asyncio.sleep(0.01)
 
     def _late_seconds(self, image: ImageRef) -> float:

@@ -61,11 +61,13 @@ class Hearing:
         return sorted(f"{kind.plural} in {namespace}" if namespace else kind.plural for kind, namespace in dead)
 
     def ages(self) -> Mapping[str, float]:
-        """Seconds since a watch of each kind brought something, by kind."""
+        """Seconds since a watch of each kind brought something, or first should have, by kind."""
         now = self._clock()
         newest: dict[str, float] = {}
         for (kind, _), (_, at) in self._heard.items():
             newest[kind.plural] = min(now - at, newest.get(kind.plural, now - at))
+        for (kind, _), (_, since) in self._expected.items():
+            newest.setdefault(kind.plural, now - since)
         return newest
 
 
