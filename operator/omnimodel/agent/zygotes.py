@@ -45,6 +45,7 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
 }
+_SPARE_BYTES = 4 << 20  # measured: 2.3 MiB beside what it shares with its zygote, and 1.2 MiB of page tables
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "TZ", "SSL_CERT_FILE")
 
 
@@ -135,8 +136,13 @@ class Zygotes:
         return await (await self._get((), progress)).report
 
     def private_bytes(self) -> int:
-        """What the zygotes cost this machine: what each held alone when it came up, which its children now share."""
-        return sum(zygote.report.result().private_bytes for zygote in self._zygotes.values() if zygote.up)
+        """What the zygotes cost this machine: what each held alone when it came up, which its children now share.
+
+        And its spare, which is in no group of its own.
+        """
+        return sum(
+            zygote.report.result().private_bytes + _SPARE_BYTES for zygote in self._zygotes.values() if zygote.up
+        )
 
     def processes(self) -> list[tuple[int, int]]:
         """(pid, start ticks) of every zygote that is up."""
