@@ -81,6 +81,11 @@ def started(new_child, script):
     return start
 
 
+def server_pids(child):
+    """Of the servers that were started, as they print them."""
+    return [int(line.split()[-1]) for line in child.log().splitlines() if line.startswith("engine starts")]
+
+
 async def test_a_wake_starts_the_server_and_an_evict_stops_it(started):
     child = await started()
     status, answer = await child.post("/echo", data=b"x")
@@ -89,8 +94,7 @@ async def test_a_wake_starts_the_server_and_an_evict_stops_it(started):
         await child.command(Wake([]))
         assert await child.post("/echo", data=b"hello") == (200, b"hello")
         await child.command(Evict())
-        pids = [int(line.split()[-1]) for line in child.log().splitlines() if line.startswith("engine starts")]
-        assert not any(exists(pid) for pid in pids)
+        assert not any(exists(pid) for pid in server_pids(child))
         await child.session.close()  # the connections it keeps end with the engine
         child.connect()
         assert (await child.post("/echo", data=b"x"))[0] == 503
@@ -168,7 +172,7 @@ async def test_an_empty_command_and_an_unknown_engine_are_refused(new_child):
 async def test_a_stop_takes_the_server_along(started):
     child = await started()
     await child.command(Wake([]))
-    pid = int(child.log().split()[-1])
+    (pid,) = server_pids(child)
     await child.stop()
     assert not exists(pid)
 
