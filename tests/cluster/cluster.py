@@ -23,7 +23,16 @@ from typing import Any, Literal, Self
 
 from cluster.access import NODE, ask, write_certificates, write_kubeconfigs
 from cluster.connection import ClusterError, Connection
-from cluster.host import Process, add_link, cgroups, free_ports, make_cgroup, remove_cgroup, remove_link
+from cluster.host import (
+    Process,
+    add_link,
+    cgroups,
+    free_ports,
+    inhabitants,
+    make_cgroup,
+    remove_cgroup,
+    remove_link,
+)
 from cluster.image import write_image
 
 Level = Literal["api", "node"]
@@ -147,7 +156,11 @@ class Cluster(Connection):
             return
         # The first process of the sandbox takes every process, mount and interface in it along.
         if "init" in self.processes:
-            self.processes["init"].kill(SANDBOX_END_SECONDS)
+            try:
+                self.processes["init"].kill(SANDBOX_END_SECONDS)
+            except TimeoutError as error:
+                error.add_note("\n".join(inhabitants(self.number) if self.number is not None else []))
+                raise
         for process in reversed(self.processes.values()):
             process.kill()
         if self.number is not None:

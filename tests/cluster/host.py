@@ -134,6 +134,20 @@ def make_cgroup(group: Path) -> None:
                 (group / name).write_text(str(share))
 
 
+def inhabitants(number: int) -> list[str]:
+    """Processes in a sandbox's cgroups, each with its state, what it waits for in the kernel, and whether it is frozen."""
+    found: dict[int, str] = {}
+    for group in cgroups(number):
+        for procs in group.rglob("cgroup.procs"):
+            with contextlib.suppress(OSError):
+                frozen = procs.with_name("freezer.state")
+                state = f" {frozen.read_text().strip()}" if frozen.exists() else ""
+                for pid in map(int, procs.read_text().split()):
+                    name, wchan = (Path(f"/proc/{pid}/{file}").read_text().strip() for file in ("comm", "wchan"))
+                    found[pid] = f"{found.get(pid) or f'{pid} {name} {_state(pid)[0]} {wchan}'}{state}"
+    return list(found.values())
+
+
 def remove_cgroup(group: Path, seconds: float = 10) -> None:
     """Removes a cgroup and all below it; each stays busy until its last process is quite gone."""
     deadline = time.monotonic() + seconds

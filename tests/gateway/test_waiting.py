@@ -13,6 +13,7 @@ import pytest
 from gateway.standin import RECORDED, chunk_event, crashed
 from gateway.world import World, until
 from omnimodel.errors import DispatchError, Reason
+from omnimodel.gateway import relay
 from omnimodel.gateway.settings import Settings
 
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "hello"}]}
@@ -326,7 +327,7 @@ async def test_a_model_that_dies_in_the_middle_of_an_event_ends_that_first(world
     assert (await response.read()).startswith(b'data: {"a":\n\ndata: {"error"')
 
 
-async def test_an_answer_that_is_no_stream_is_broken_off_rather_than_taken_for_whole(world: World) -> None:
+async def test_half_an_answer_is_never_taken_for_the_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = world.agent
     body_of = agent._body
 
@@ -336,6 +337,10 @@ async def test_an_answer_that_is_no_stream_is_broken_off_rather_than_taken_for_w
             raise crashed("OmniModel default/smollm2")
 
     agent._body = half
+    short = await world.post(PATH, json=CHAT)
+    told = await short.json()
+    assert (short.status, "its process died" in told["error"]["message"]) == (503, True)
+    monkeypatch.setattr(relay, "SHORT_BYTES", 0)
     with pytest.raises(aiohttp.ClientError):
         await world.post(PATH, json=CHAT)
 

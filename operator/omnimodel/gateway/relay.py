@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 POSITION_HEADER = "Omni-Queue-Position"  # of a held stream: its place in its model's queue when its head was sent
 ESTIMATE_HEADER = "Omni-Estimate-Seconds"  # and how long it was expected to wait from then on
 ERROR_BYTES = 64 << 10  # of a model's refusal that has to go into an event
+SHORT_BYTES = 16 << 10  # of an answer that goes in one packet with its head
 _EVENT = b"\ndata: "  # no text of an answer has it: line ends in it are escaped
 _ERROR_EVENT = b'\ndata: {"error"'
 QUEUED_CHUNKS = 8  # between the model and a client that reads slower
@@ -140,10 +141,13 @@ class Relay:
     async def _carry_plain(self, answer: _Answer, inference: InferenceRequest, ticket: object) -> int:
         async with self._backend.open(inference) as response:
             self._taken(inference, ticket, response)
-            await answer.begin(response)
-            async for chunk in response.body:
-                await answer.write(chunk)
-        await answer.end()
+            if short := _is_short(response):
+                body = b"".join([chunk async for chunk in response.body])
+            else:
+                await answer.begin(response)
+                async for chunk in response.body:
+                    await answer.write(chunk)
+        await (answer.give(response, body) if short else answer.end())
         return response.status
 
     async def _carry_stream(self, answer: _Answer, inference: InferenceRequest, ticket: object) -> int:
@@ -255,19 +259,29 @@ class _Answer:
         self._tail = b"\n\n"  # the last bytes written, to know whether an event is over
         self._error_told = False  # the last event was an error of the model
 
+    async def give(self, answer: InferenceResponse, body: bytes) -> None:
+        """Send head and body at once: a packet less, which is a fifth of what a short answer costs."""
+        self.response = web.Response(status=answer.status, headers=self._head(answer), body=body)
+        await self._to_client(self.response.prepare(self._request))
+        await self._to_client(self.response.write_eof())
+
     async def begin(self, answer: InferenceResponse) -> None:
         """Send the model's head, with how long the request was held and for what."""
-        headers = {name: value for name, value in answer.headers.items() if name.lower() in _ANSWER_HEADERS}
-        headers[MODEL_HEADER] = self._model
-        headers[WAITED_HEADER] = f"{answer.hold.waited_seconds:.6f}"
-        headers[WAIT_REASON_HEADER] = answer.hold.reason
-        headers[WAKE_SECONDS_HEADER] = f"{answer.hold.wake_seconds:.6f}"
+        headers = self._head(answer)
         self._events = _is_event_stream(answer)
         if self._events:  # comments may come between
             kept = {name: value for name, value in headers.items() if name.lower() not in _REPLACED}
             headers = kept | _UNBUFFERED
         self.response = web.StreamResponse(status=answer.status, headers=headers)
         await self._to_client(self.response.prepare(self._request))
+
+    def _head(self, answer: InferenceResponse) -> dict[str, str]:
+        headers = {name: value for name, value in answer.headers.items() if name.lower() in _ANSWER_HEADERS}
+        headers[MODEL_HEADER] = self._model
+        headers[WAITED_HEADER] = f"{answer.hold.waited_seconds:.6f}"
+        headers[WAIT_REASON_HEADER] = answer.hold.reason
+        headers[WAKE_SECONDS_HEADER] = f"{answer.hold.wake_seconds:.6f}"
+        return headers
 
     async def begin_held(self, headers: dict[str, str]) -> None:
         """Send the head of an event stream before the model has the request; once or more."""
@@ -326,6 +340,12 @@ class _Answer:
 def _is_event_stream(answer: InferenceResponse) -> bool:
     kind = next((value for name, value in answer.headers.items() if name.lower() == "content-type"), "")
     return answer.status == 200 and kind.lower().startswith("text/event-stream")
+
+
+def _is_short(answer: InferenceResponse) -> bool:
+    """Whether all of an answer comes at once, and is not for somebody who reads it while it comes."""
+    length = next((value for name, value in answer.headers.items() if name.lower() == "content-length"), "")
+    return length.isdecimal() and int(length) <= SHORT_BYTES and not _is_event_stream(answer)
 
 
 def _json_or_none(body: bytes) -> Any:
