@@ -32,6 +32,7 @@ from cluster.host import (
     make_cgroup,
     remove_cgroup,
     remove_link,
+    stuck,
 )
 from cluster.image import write_image
 
@@ -159,7 +160,8 @@ class Cluster(Connection):
             try:
                 self.processes["init"].kill(SANDBOX_END_SECONDS)
             except TimeoutError as error:
-                error.add_note("\n".join(inhabitants(self.number) if self.number is not None else []))
+                there = inhabitants(self.number) if self.number is not None else []
+                error.add_note("\n".join(["in its cgroups:", *there, "not to be ended:", *stuck()]))
                 raise
         for process in reversed(self.processes.values()):
             process.kill()

@@ -148,6 +148,17 @@ def inhabitants(number: int) -> list[str]:
     return list(found.values())
 
 
+def stuck() -> list[str]:
+    """Threads of this machine that wait in the kernel for something that no signal ends."""
+    found = []
+    for task in Path("/proc").glob("[0-9]*/task/*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if rest.split()[0] == "D":
+                found.append(f"{task} {name} {(task / 'wchan').read_text()}")
+    return found
+
+
 def remove_cgroup(group: Path, seconds: float = 10) -> None:
     """Removes a cgroup and all below it; each stays busy until its last process is quite gone."""
     deadline = time.monotonic() + seconds
