@@ -122,12 +122,11 @@ async def test_killed_and_restarted_under_load_it_costs_nothing_but_time(
         for _ in range(2):
             await until(led, "one of them leads")
             await person.more(5)
-            refused = person.refused
+            refused, ends = person.refused, sum(operator.starts for operator in operators)
             api_cluster.kill_api_server()
             try:
                 await until(lambda refused=refused: person.refused > refused, "nothing is taken any more")
                 if lease == "2":
-                    ends = sum(operator.starts for operator in operators)
                     await until(lambda ends=ends: sum(o.starts for o in operators) > ends, "the leader has ended")
             finally:
                 api_cluster.start_api_server()
