@@ -255,7 +255,7 @@ def make_model(spec: Mapping[str, Any], dtype: str, device: str) -> Model:
 def _takes_arguments(kind: type[Model]) -> bool:
     """Whether a class is made with arguments.
 
-    Of one without an `__init__` inspect would touch every module there is: 6 MiB that would be the zygote's no more.
+    Of one without an `__init__` inspect would touch every module there is: 8 MiB that would be the zygote's no more.
     """
     return kind.__init__ is not object.__init__ and bool(inspect.signature(kind).parameters)
 
