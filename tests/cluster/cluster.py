@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import string
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -155,7 +157,10 @@ class Cluster(Connection):
         """End what `up` started and nothing else, and remove its data."""
         if not self._record.exists():
             return
-        # The first process of the sandbox takes every process, mount and interface in it along.
+        # The first process of the sandbox takes every process, mount and interface in it along, once each of them has
+        # been reaped: by nsenter outside those that it started, which it does not while it stands still.
+        for process in self.processes.values():
+            process.resume()
         if "init" in self.processes:
             try:
                 self.processes["init"].kill(SANDBOX_END_SECONDS)
@@ -173,6 +178,19 @@ class Cluster(Connection):
         for path in self.folder.iterdir():
             if path.name != "logs":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @contextmanager
+    def silent_kubelet(self) -> Iterator[None]:
+        """The kubelet stands still for as long as the context lasts."""
+        waiting = self.processes["kubelet"]
+        os.kill(waiting.children()[0], signal.SIGSTOP)
+        for _ in self.until(10):  # nsenter stops with what it waits for, and continues it when it goes on
+            if waiting.stopped():
+                break
+        try:
+            yield
+        finally:
+            waiting.resume()
 
     def kill_api_server(self) -> None:
         """End the API server at once; its store and everything else goes on."""

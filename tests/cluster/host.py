@@ -45,6 +45,15 @@ class Process(NamedTuple):
             return None
         return pages * os.sysconf("SC_PAGE_SIZE") >> 20 if self.alive() else None
 
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return _state(self.pid) == ("T", self.started)
+
+    def resume(self) -> None:
+        """Let it go on, if a signal has stopped it."""
+        if self.alive():
+            os.kill(self.pid, signal.SIGCONT)
+
     def kill(self, seconds: float = 15) -> None:
         """Ends it at once, and waits until it is gone; if it is a child of this program, without a trace."""
         deadline = time.monotonic() + seconds

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -301,14 +299,10 @@ def test_when_the_kubelet_is_silent_models_run_on_and_are_reached_again_with_it(
         pytest.skip("the node is someone else's")
     on_both(installation, both)
     before = {pod: installation.get("pod", pod)["metadata"]["uid"] for pod in BOTH}
-    kubelet = cluster.processes["kubelet"].children()[0]
-    os.kill(kubelet, signal.SIGSTOP)
-    try:
+    with cluster.silent_kubelet():
         installation.until(lambda: condition(cluster.get("node", "node1"), "Ready") == "Unknown", "its silence", 120)
         installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") != "True", "the pool")
         assert report_past_kubelet(cluster, PODS, "twin-0")["models"][f"{PODS}/{both}"]["ready"]
-    finally:
-        os.kill(kubelet, signal.SIGCONT)
     installation.until(lambda: installation.ask(both).values == ANSWER, "an answer", 60)
     installation.until(lambda: condition(installation.get("omnipool", twin), "Ready") == "True", "the pool")
     assert {pod: installation.get("pod", pod)["metadata"]["uid"] for pod in BOTH} == before
