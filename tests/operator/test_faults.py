@@ -16,7 +16,7 @@ from omnimodel.controllers.kubernetes_cache import Cache
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_writes import Writer
 from omnimodel.controllers.status import residency_entry
-from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, SERVICES, STATEFUL_SETS
+from omnimodel.kube import DISRUPTION_BUDGETS, LEASES, MODELS, PODS, POOLS, PROCESSES, SERVICES, STATEFUL_SETS
 from omnimodel.protocol.report import ModelReport
 
 OURS = "omnimodel/operator"
@@ -247,6 +247,15 @@ async def test_foreign_hands_are_put_right_and_what_is_the_users_is_left(world: 
         return await kube.get(SERVICES, "gpu", namespace)
 
     await until(service, "the Service is made anew")
+
+    async def budget() -> Any:
+        found = await kube.get(DISRUPTION_BUDGETS, "gpu", namespace)
+        return found is not None and found["spec"]["maxUnavailable"] == 1
+
+    await kube.merge(DISRUPTION_BUDGETS, "gpu", namespace, {"spec": {"maxUnavailable": 3}})
+    await until(budget, "the budget is what it was")
+    await kube.delete(DISRUPTION_BUDGETS, "gpu", namespace)
+    await until(budget, "the budget is made anew")
 
     await kube.merge(PROCESSES, "a", namespace, {"spec": {"env": {"EVIL": "1"}, "threads": 7, "pods": []}})
     await until(lambda: world.see(PROCESSES, "a")["spec"] == good, "the process is what it was")

@@ -13,6 +13,7 @@ from cluster.connection import Connection
 from kube.agents import Agents
 from kube.health import Health, built
 from kube.world import World, conditions, is_ready, model, pool, until
+from omnimodel.controllers.kubernetes_writes import MANAGER
 from omnimodel.kube import MODELS, PODS, POOLS, PROCESSES, STATEFUL_SETS, Kind
 
 pytestmark = pytest.mark.cluster_api
@@ -64,6 +65,17 @@ async def test_the_phases_of_a_model(world: World, agents: Agents, start, health
     assert "took 3 GiB" in health.argo(world.see(MODELS, "a"))[1]
     agents.reports.clear()
     await settled(world, MODELS, "a", DONE, health)
+
+    await operator.__aexit__()
+    # What a version before this one said last, in words of its own, when it was taken away.
+    said = {"lastTransitionTime": "2026-01-01T00:00:00Z", "message": ""}
+    kinds = {"Ready": "False", "Reconciling": "True", "Loaded": "False"}
+    old = {"conditions": [{"type": t, "status": s, "reason": "Loading", **said} for t, s in kinds.items()]}
+    await world.kube.patch_status(MODELS, "a", world.namespace, old, manager=MANAGER)
+    await settled(world, MODELS, "a", UNDER_WAY, health)
+    operator = await start("upgraded")
+    await settled(world, MODELS, "a", DONE, health)
+    assert "Loaded" not in conditions(world.see(MODELS, "a"))
 
     await operator.__aexit__()
     await world.apply(model("a", world.namespace, flavour="edited"))

@@ -20,6 +20,7 @@ from omnimodel.kube import MODELS, PROCESSES
 MODELS_IN_ALL = int(os.environ.get("OMNI_TEST_MODELS", "120"))
 QUIET_SECONDS = 10.0
 CALLS_PER_MODEL = 6
+EDIT_SECONDS = 1.0  # until an edit is applied, at the median
 OPERATOR_MIB = 100 + MODELS_IN_ALL / 10  # the interpreter with its libraries, and what is kept of each model
 POOLS_IN_ALL = max(2, MODELS_IN_ALL // 50)
 
@@ -113,6 +114,7 @@ async def test_many_models_converge_with_few_calls_and_then_it_is_quiet(
     record(figures)
     assert spent / MODELS_IN_ALL < CALLS_PER_MODEL
     assert figures["operator_mib"] < OPERATOR_MIB
+    assert figures["edit_seconds_median"] < EDIT_SECONDS
     assert figures["rounds_per_model"] >= 1
     assert steady <= 2
     assert world.see(MODELS, names[-1])["metadata"]["resourceVersion"] == marker
