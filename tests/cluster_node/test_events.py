@@ -34,3 +34,8 @@ def test_models_that_exclude_each_other_say_what_comes_and_what_goes(installatio
                 return all(any(reason == r and re.fullmatch(p, m) for r, m in told) for reason, p in patterns.items())
 
             installation.until(are_told, f"the events of {model}", 60)
+        plan = installation.omni("plan")
+        assert "never resident together in default-0" in plan
+        for model in (left, right):
+            (assigned,) = installation.get("omnimodel", model)["status"]["assigned"]
+            assert assigned["why"] in plan

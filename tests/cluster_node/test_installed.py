@@ -23,6 +23,19 @@ def test_the_status_says_where_a_model_is(installation: Installation, first: str
     assert row[1:3] == ["True", "resident"]
 
 
+def test_the_status_says_what_a_pool_has(installation: Installation, first: str) -> None:
+    assert installation.ask(first).values == ANSWER
+
+    def columns() -> dict[str, str]:
+        table = installation.cluster.kubectl("get", "omnipools", "default", "-n", PODS).splitlines()
+        return dict(zip(*(line.split() for line in table), strict=True))
+
+    installation.until(lambda: float(columns()["RESIDENT"]) > 0, "what is resident", 60)
+    told = columns()
+    assert (told["READY"], told["DEVICES"], told["BUDGET"]) == ("True", "1", str(256 << 20))
+    assert 0 < float(told["OVERCOMMIT"]) < 1
+
+
 def test_the_pods_of_the_release_are_restricted_and_those_of_pools_are_not_privileged(
     installation: Installation, first: str
 ) -> None:
