@@ -63,6 +63,13 @@ def test_memory_of_the_pool_is_on_top() -> None:
         assert part in first
 
 
+def test_an_empty_device_holds_no_bytes() -> None:
+    pool = {**POOL, "status": {**POOL["status"], "freeBytes": 448 << 20}}
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(live.screen([], [pool], []))
+    assert " 0 B of 448 MiB on host" in stream.getvalue()
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_memory_of_the_pool_is_one_line_on_any_terminal(width: int) -> None:
     stream = io.StringIO()
@@ -88,6 +95,18 @@ def test_progress_has_a_percentage_only_when_it_is_known() -> None:
 def test_a_failed_model_says_why() -> None:
     text = shown([item("a", ready="False", reason="BadArtifact", message="cut off")])
     assert "BadArtifact: cut off" in line_of(text, "a")
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_long_reason_is_cut_and_nothing_else_is(width: int) -> None:
+    stream = io.StringIO()
+    broken = item("broken", ready="False", reason="SourceNotFound", message="there is no such package " * 9)
+    Console(file=stream, width=width).print(live.screen([item("efficientnet-lite0", requests=7), broken], [POOL], []))
+    head, cut, whole = stream.getvalue().splitlines()[1:]
+    assert head.split() == ["model", "tier", "bytes", "requests", "last", "wake"]
+    assert whole.split() == ["efficientnet-lite0", "cold", "257", "MiB", "7", "-"]
+    assert cut.split()[:6] == ["broken", "cold", "257", "MiB", "0", "-"]
+    assert re.search("SourceNotFound: there.*…$", cut.rstrip())
 
 
 def test_a_file_below_the_working_directory_is_named_from_there(

@@ -54,7 +54,7 @@ def _memory(pool: Mapping[str, Any]) -> RenderableType:
     line.add_row(
         Text(f"pool {pool['metadata']['name']}", style="bold"),
         ProgressBar(total=max(1, budget), completed=held, complete_style="green"),
-        f"{output.size(held)} of {output.size(budget)} on {status.get('device', '-')}",
+        f"{output.size(held) if held else '0 B'} of {output.size(budget)} on {status.get('device', '-')}",
         f"over-commit {ratio:.2f}",
         f"isolation {isolation}",
     )
@@ -68,7 +68,7 @@ def _table(models: Sequence[Mapping[str, Any]], rows: int | None) -> RenderableT
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("requests", justify="right", no_wrap=True)
     table.add_column("last wake", justify="right", no_wrap=True)
-    table.add_column("", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("", ratio=1)  # the only one that gives way: all would, if this one could not wrap either
     shown = sorted(models, key=_urgency)[: rows or len(models)]
     for item in sorted(shown, key=output.full_name):
         table.add_row(*_cells(item))
@@ -93,12 +93,12 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
     note: RenderableType = ""
     if ready.get("status") == "True":
         if here.get("phase") in {"waking", "draining", "evicting"}:
-            note = Text(str(here["phase"]), style="dim")
+            note = _words(str(here["phase"]), "dim")
     elif output.condition(item, "Reconciling").get("status") == "True":
         note = _progress(str(here.get("phase") or ready.get("reason", "")), float(here.get("progress", -1)))
     else:
         message = f"{ready.get('reason', '')}: {ready.get('message', '')}"
-        note = Text(message, style="red" if ready.get("reason") != "Suspended" else "dim")
+        note = _words(message, "red" if ready.get("reason") != "Suspended" else "dim")
     return (
         output.full_name(item),
         Text(tier, style=TIER_STYLES.get(tier, "")),
@@ -107,6 +107,11 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
         output.seconds(here.get("lastWakeSeconds")),
         note,
     )
+
+
+def _words(text: str, style: str) -> Text:
+    """One line, cut off where the terminal ends."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _progress(phase: str, share: float) -> RenderableType:
