@@ -116,7 +116,7 @@ class Installation:
         with suppress(AssertionError):  # what ends by itself may take a moment
             self.until(lambda: not left(), "everything to be gone", 60)
         assert left() == []
-        self.cluster.kubectl("delete", "namespace", self.system, self.pods, "--wait", MINUTES)
+        self.cluster.kubectl("delete", "namespace", self.system, self.pods, "--ignore-not-found", "--wait", MINUTES)
 
     @contextmanager
     def pool(self, name: str, **spec: Any) -> Iterator[str]:

@@ -62,6 +62,11 @@ LEVELS = {"namespaces": "Read-only file system", "landlock": "Permission denied"
 at_each_level = pytest.mark.parametrize("level", LEVELS)
 
 
+def settings(mode: str) -> dict[str, Any]:
+    metadata = {"name": "settings", "namespace": PODS}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"mode": mode}}
+
+
 def secret(token: str) -> dict[str, Any]:
     encoded = base64.b64encode(token.encode()).decode()
     return {
@@ -94,12 +99,7 @@ def claim(installation: Installation, tmp_path_factory: pytest.TempPathFactory) 
             "metadata": {"name": "voices", "namespace": PODS},
             "spec": {**of_one, "resources": size, "volumeName": "voices"},
         },
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": "settings", "namespace": PODS},
-            "data": {"mode": "fast"},
-        },
+        settings("fast"),
         secret("first"),
     )
     yield folder
@@ -172,13 +172,15 @@ def test_it_writes_where_it_may_and_nowhere_else(
     assert (claim / "notes" / "x").read_text() == "hello"
 
 
-def test_a_secret_that_is_changed_reaches_the_models(installation: Installation, readers: dict[str, str]) -> None:
-    question = code("import os; answer = open(os.environ['SECRET_PLACE'] + '/token').read()")
-    installation.cluster.apply(secret("second"))
+def test_a_secret_and_a_config_map_that_are_changed_reach_the_models(
+    installation: Installation, readers: dict[str, str]
+) -> None:
+    installation.cluster.apply(secret("second"), settings("slow"))
+    wanted = {"SECRET": "second", "SETTINGS": "slow", "VOICES": "voice", "LABELS": "cat"}
 
     def has_changed(model: str) -> bool:
-        answer = installation.ask(model, question)
-        return answer.status == 200 and said(answer.values) == "second"
+        answer = installation.ask(model, code(READ))
+        return answer.status == 200 and said(answer.values) == wanted
 
     for model in readers.values():
-        installation.until(partial(has_changed, model), "the new token", 120)
+        installation.until(partial(has_changed, model), "the new token and mode", 120)

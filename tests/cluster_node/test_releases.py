@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.connection import ClusterError
-from cluster_node.installation import Installation
+from cluster_node.installation import MINUTES, Installation
 from cluster_node.models import ANSWER, linear
 
 pytestmark = [pytest.mark.cluster_node, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,6 +47,8 @@ def test_each_release_serves_its_own_and_leaves_the_other_alone(installation: In
             who = f"{one.system}:{one.release}-operator"
             assert not may(installation, who, "patch", "omnimodels/status", "-n", theirs)
             assert not may(installation, who, "create", "omniprocesses", "-n", theirs)
+        # With everything in it: pods that serve, their account, and what the chart has made there.
+        cluster.kubectl("delete", "namespace", other.pods, "--wait", MINUTES)
     other.uninstall()
     assert installation.ask(first).values == ANSWER
     assert described(installation) == before
