@@ -159,6 +159,11 @@ def test_a_chat_is_answered(reader: Reader) -> None:
     assert "Paris" in reader.run(commands("docs/kubernetes.md", "Ask", "port-forward"))
 
 
+def test_another_token_of_agents_costs_no_request(reader: Reader) -> None:
+    reader.run(commands("docs/kubernetes.md", "Namespaces and rights", "openssl"))
+    assert "passed" in reader.run(f"kubectl omni -n {NAMESPACE} check smollm2")
+
+
 def test_the_status_says_what_the_ledger_says(reader: Reader) -> None:
     """Byte for byte, for every model, once nothing moves."""
 
