@@ -191,7 +191,10 @@ REFUSALS = [
     Refusal(
         "no priority", CHAT_PATH, CHAT, 400, "invalid_request", "interactive or background", (("Omni-Priority", "now"),)
     ),
-    Refusal("no such endpoint", "/v1/engines", {}, 404, "no_such_endpoint", "there is no POST /v1/engines"),
+    Refusal(
+        "no such endpoint", "/v1/engines", {}, 404, "no_such_endpoint", "there is no POST /v1/engines; models answer"
+    ),
+    Refusal("one that others have", "/v1/responses", {}, 404, "no_such_endpoint", "POST /v1/chat/completions, /v1/co"),
     Refusal("wrong method", "/v1/models", {}, 405, "method_not_allowed", "use GET"),
 ]
 

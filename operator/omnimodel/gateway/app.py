@@ -213,7 +213,8 @@ def _elsewhere(request: web.Request) -> str:
     """What to do about a path that is not there."""
     if _PUBLIC in request.app and request.path.startswith(_FOR_OPERATORS):
         return "ask at the gateway's admin address (--admin-listen); this one is for clients of models"
-    return "see docs/ for the endpoints"
+    asked = ", ".join(route.path for route in openai_routes.routes() if route.method == "POST")
+    return f"models answer at POST {asked} and /v2/models/NAME/infer; GET /v1/models lists them"
 
 
 async def _close(app: web.Application) -> None:
