@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from cli.conftest import Running, environment
-from omnimodel.cli import COMMANDS, omni
+from omnimodel.cli import COMMANDS, describe, omni
 from omnimodel.cli.target import default_state_dir
 from running import Terminal, until
 
@@ -127,6 +127,20 @@ def test_describe_tells_conditions_residency_isolation_and_events(system: Runnin
     text = system.omni("describe", "words").stdout
     for part in ("Name:", "words", "Ready", "Residency:", "Isolation:", "level process", "lacks namespaces", "Events:"):
         assert part in text
+    assert "  node-1: warm, 0 B of device memory (-), 0 B of other host memory, " in text
+    assert "  0 B of 1.0 GiB held on host, " in text
+
+
+def test_describe_tells_what_the_memory_of_a_pool_is_held_for() -> None:
+    status = {"budgetBytes": 576 << 20, "freeBytes": 76 << 20, "residentBytes": 180 << 20, "workingBytes": 320 << 20}
+    _, held, parts, *_ = describe._pool_lines({"status": {**status, "device": "host", "overcommitRatio": 4.34}})
+    assert held == "  500 MiB of 576 MiB held on host, over-commit 4.34"
+    assert parts == "  of that 180 MiB weights, 320 MiB working memory"
+
+
+def test_who_describes_a_model_that_is_not_there_is_told_where_those_are(system: Running) -> None:
+    told = system.omni("describe", "nobody").stderr
+    assert told == "error: OmniModel default/nobody: there is no such model; see omni get models\n"
 
 
 def test_wake_and_evict_say_the_tier(system: Running) -> None:

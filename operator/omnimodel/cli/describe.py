@@ -80,10 +80,9 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {entry['message']}"
     yield "Residency:"
     for entry in status.get("residency", ()):
-        device = entry.get("device") or "the device"
         yield (
-            f"  {entry.get('pod', '-')}: {entry.get('tier')}, "
-            f"{output.size(entry.get('deviceBytes'))} on {device}, {output.size(entry.get('hostBytes'))} of host, "
+            f"  {entry.get('pod', '-')}: {entry.get('tier')}, {_held(entry.get('deviceBytes'))} of device memory "
+            f"({entry.get('device') or '-'}), {_held(entry.get('hostBytes'))} of other host memory, "
             f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}{_rate(entry)}), "
             f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, "
             f"{entry.get('requests', 0)} served"
@@ -92,6 +91,11 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {entry['message']}"
         if entry.get("store"):
             yield f"    its image is in the published store {entry['store']}"
+
+
+def _held(size_bytes: float | None) -> str:
+    """Bytes that are held, none too."""
+    return output.size(size_bytes) if size_bytes else "0 B"
 
 
 def _rate(entry: Mapping[str, Any]) -> str:
@@ -111,10 +115,20 @@ def _pool_lines(pool: Mapping[str, Any]) -> Iterator[str]:
     status = pool.get("status", {})
     isolation = status.get("isolation") or {}
     yield "Pool memory:"
+    budget_bytes = int(status.get("budgetBytes") or 0)
     yield (
-        f"  {output.size(status.get('residentBytes'))} of {output.size(status.get('budgetBytes'))} resident on "
+        f"  {_held(budget_bytes - int(status.get('freeBytes', budget_bytes)))} of {output.size(budget_bytes)} held on "
         f"{status.get('device', '-')}, over-commit {float(status.get('overcommitRatio') or 0):.2f}"
     )
+    parts = {
+        "residentBytes": "weights",
+        "workingBytes": "working memory",
+        "promisedBytes": "promised to a wake",
+        "contextBytes": "contexts",
+    }
+    told = [f"{output.size(status[field])} {what}" for field, what in parts.items() if status.get(field)]
+    if told:
+        yield f"  of that {', '.join(told)}"
     if status.get("powerWatts"):
         yield f"  draws {status['powerWatts']:.0f} W, {float(status.get('energyJoules') or 0) / 3.6e6:.2f} kWh so far"
     for device in status.get("perDevice") or ():

@@ -62,7 +62,9 @@ async def _one(request: web.Request) -> web.Response:
     for item in items:
         if item["metadata"]["name"] == name and item["metadata"].get("namespace", namespace) == namespace:
             return web.json_response(item)
-    raise RequestError(f"{kind} {namespace}/{name} does not exist", "list them", status=404, code="not_found")
+    problem = f"{kind} {namespace}/{name}: there is no such {kind.removeprefix('Omni').lower()}"
+    plural = request.match_info["kind"].removeprefix("omni")
+    raise RequestError(problem, f"see omni get {plural}", status=404, code="not_found")
 
 
 async def _wake(request: web.Request) -> web.Response:
