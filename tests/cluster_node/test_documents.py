@@ -46,8 +46,7 @@ def blocks(path: str, part: str = "") -> list[str]:
     """The commands of a document, or of one part of it."""
     text = (ROOT / path).read_text()
     if part:
-        text = text[text.index(f"\n## {part}\n") + 1 :]
-        text = text[: text.index("\n## ", 1)]
+        text = text[text.index(f"\n## {part}\n") + 1 :].partition("\n## ")[0]
     return BLOCK.findall(text)
 
 
