@@ -158,11 +158,6 @@ def test_a_chat_is_answered(reader: Reader) -> None:
     assert "Paris" in reader.run(commands("docs/kubernetes.md", "Ask", "port-forward"))
 
 
-def test_another_token_of_agents_costs_no_request(reader: Reader) -> None:
-    reader.run(commands("docs/kubernetes.md", "Namespaces and rights", "openssl"))
-    assert "passed" in reader.run(f"kubectl omni -n {NAMESPACE} check smollm2")
-
-
 def test_the_status_says_what_the_ledger_says(reader: Reader) -> None:
     """Byte for byte, for every model, once nothing moves."""
 
@@ -192,6 +187,11 @@ def test_what_there_is_to_look_at(reader: Reader) -> None:
     said = reader.run(commands("docs/kubernetes.md", "Look and steer", "kubectl omni"))
     assert "smollm2" in said
     assert "Ready" in said
+
+
+def test_another_token_of_agents_costs_no_request(reader: Reader) -> None:
+    reader.run(commands("docs/kubernetes.md", "Namespaces and rights", "openssl"))
+    assert "passed" in reader.run(f"kubectl omni -n {NAMESPACE} check smollm2")
 
 
 def test_a_pool_is_scaled_the_chart_upgraded_and_everything_removed(reader: Reader) -> None:
