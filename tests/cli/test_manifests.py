@@ -28,7 +28,7 @@ def test_valid_manifests_say_so_on_stderr(folder: Path) -> None:
     write_model(folder, "words")
     done = run("validate", folder)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "1 models" in done.stderr
+    assert "1 model, 0 pools" in done.stderr
 
 
 def test_an_error_is_one_line_with_place_and_cure(folder: Path) -> None:
@@ -51,6 +51,14 @@ def test_two_models_with_one_served_name_are_told_with_file_and_line(folder: Pat
     assert error["reason"] == "NameTaken"
     assert error["file"].endswith("bee.yaml")
     assert "default/ant" in error["message"]
+
+
+def test_what_is_counted_is_one_or_several(folder: Path) -> None:
+    write_pool(folder, "default")
+    write_model(folder, "ant")
+    assert run("validate", folder).stderr == "valid: 1 model, 1 pool\n"
+    write_model(folder, "bee", extra="ttl: 300")
+    assert run("validate", folder).stderr == "1 error; without it 1 model, 1 pool\n"
 
 
 def test_a_model_of_a_missing_pool_is_told_where_pools_are_described(folder: Path) -> None:
@@ -78,6 +86,7 @@ def test_plan_tells_ratio_sizes_and_what_excludes_what(folder: Path, tmp_path: P
     assert "TooLarge: needs 2.00 GiB" in done.stdout
     assert "Suspended" in done.stdout
     assert "unknown" in done.stdout
+    assert "1 of them is not counted: nobody has measured its size yet" in done.stdout
     assert not (tmp_path / "state").exists(), "plan must not touch the state directory"
 
 

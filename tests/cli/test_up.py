@@ -90,6 +90,14 @@ def test_check_passes(up: Up) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_plan_knows_what_was_measured(up: Up, place: Path) -> None:
+    value(up, "one")
+    (pool,) = up.client.objects("omnipools")
+    done = up.omni("plan", str(place / "catalog"), "-o", "json")
+    (planned,) = json.loads(done.stdout)["pools"]
+    assert planned["overcommitRatio"] == pool["status"]["overcommitRatio"] > 0
+
+
 def test_a_new_file_is_a_new_model(up: Up, place: Path) -> None:
     up.ready()
     path = write_linear(place / "catalog", "two", place / "weights.safetensors", shift=1.0)

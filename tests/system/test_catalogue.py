@@ -22,7 +22,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from example_models import MODELS
+from example_models import EXAMPLES, MODELS
 from omnimodel.agent.supply import HOST_FRAME_BYTES
 from omnimodel.cli.check import addressed
 from omnimodel.errors import DispatchError
@@ -70,6 +70,8 @@ def test_the_models_need_three_times_what_the_device_has(catalogue: Catalogue) -
     needed_bytes = frames * HOST_FRAME_BYTES + sum(found["workingBytes"] for found in footprints)
     assert pool["overcommitRatio"] == round(needed_bytes / pool["budgetBytes"], 3)
     assert pool["overcommitRatio"] >= 3
+    planned = json.loads(catalogue.up.omni("plan", str(EXAMPLES / "catalog"), "-o", "json").stdout)
+    assert [found["overcommitRatio"] for found in planned["pools"]] == [pool["overcommitRatio"]]
 
 
 def test_an_evicted_model_comes_back_with_the_same_bits(catalogue: Catalogue) -> None:

@@ -37,11 +37,16 @@ def validate(context: click.Context, paths: tuple[Path, ...], form: str | None) 
     else:
         for error in errors:
             click.echo(str(error))
-    counted = f"{len(catalog.models)} models, {len(catalog.pools)} pools"
+    counted = f"{_several(len(catalog.models), 'model')}, {_several(len(catalog.pools), 'pool')}"
     if errors:
-        click.echo(f"{len(errors)} errors; without them {counted}", err=True)
+        without = "without it" if len(errors) == 1 else "without them"
+        click.echo(f"{_several(len(errors), 'error')}; {without} {counted}", err=True)
         context.exit(ExitCode.USAGE)
     click.echo(f"valid: {counted}", err=True)
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _across(catalog: Any) -> Iterator[ManifestError]:

@@ -85,21 +85,24 @@ def _known_sizes(desired: Desired, state_dir: Path) -> dict[str, int]:
     """Footprints that were measured on this state directory, by `namespace/name@generation`."""
     from omnimodel.agent.kept import kept_folder
     from omnimodel.agent.layout import Layout
-    from omnimodel.agent.preparation import Footprint
+    from omnimodel.agent.preparation import FOREIGN_ENGINES, Footprint
     from omnimodel.agent.supply import supply
     from omnimodel.memory.store import Store
 
     layout = Layout(state_dir, kept_folder(desired.pool, state_dir))
     if not layout.store.is_dir():
         return {}
-    store, forms = Store(layout.store), supply(desired.pool).forms
+    store, supplied = Store(layout.store), supply(desired.pool)
     sizes = {}
     for process in desired.processes:
         spec = process.spec.to_dict()
-        image = next(filter(None, map(store.lookup, forms.keys(spec))), None)
         footprint = Footprint.load(layout, spec["hash"])
-        if image is not None and footprint is not None:
-            sizes[f"{process.key}@{process.metadata.generation}"] = image.bytes + footprint.working_bytes
+        image = next(filter(None, map(store.lookup, supplied.forms.keys(spec))), None)
+        if footprint is None or (image is None and spec["engine"] not in FOREIGN_ENGINES):
+            continue
+        frames = 0 if image is None else -(-image.bytes // supplied.frame_bytes)
+        size_bytes = frames * supplied.frame_bytes + footprint.working_bytes
+        sizes[f"{process.key}@{process.metadata.generation}"] = size_bytes
     return sizes
 
 
@@ -127,6 +130,13 @@ def _as_text(desired: Desired) -> Iterator[str]:
             f"pool {pod.pool}: {len(pod.models)} models, {footprints} of footprints on a budget of {budget}, "
             f"over-commit {pod.overcommit_ratio:.2f}; at most {pod.together} resident at once"
         )
+        if unknown := sum(not desired.sizes.get(key) for key in pod.models):
+            rest = (
+                "are not counted: nobody has measured their sizes"
+                if unknown > 1
+                else "is not counted: nobody has measured its size"
+            )
+            yield f"  {unknown} of them {rest} yet"
     rows = [("MODEL", "SIZE", "POOL", ""), *_rows(desired)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
