@@ -109,6 +109,14 @@ def test_a_long_reason_is_cut_and_nothing_else_is(width: int) -> None:
     assert re.search("SourceNotFound: there.*…$", cut.rstrip())
 
 
+def test_a_long_name_is_cut_and_nothing_else_is() -> None:
+    stream = io.StringIO()
+    models = [item("a-name-" * 9, tier="resident"), item("b", ready="False", reason="Crashed", message="again " * 20)]
+    Console(file=stream, width=80).print(live.screen(models, [POOL], []))
+    assert re.search(r"^a-name-a[a-z-]*… +resident +257 MiB +0 +- *$", stream.getvalue(), re.MULTILINE)
+    assert re.search(r"^b +cold +257 MiB +0 +- +Crashed: .*… *$", stream.getvalue(), re.MULTILINE)
+
+
 def test_a_file_below_the_working_directory_is_named_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,12 +63,12 @@ def _memory(pool: Mapping[str, Any]) -> RenderableType:
 
 def _table(models: Sequence[Mapping[str, Any]], rows: int | None) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model")  # it and the last one could wrap, and so give way; if none could, all would
     table.add_column("tier", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("requests", justify="right", no_wrap=True)
     table.add_column("last wake", justify="right", no_wrap=True)
-    table.add_column("", ratio=1)  # the only one that gives way: all would, if this one could not wrap either
+    table.add_column("", ratio=1)
     shown = sorted(models, key=_urgency)[: rows or len(models)]
     for item in sorted(shown, key=output.full_name):
         table.add_row(*_cells(item))
@@ -100,7 +100,7 @@ def _cells(item: Mapping[str, Any]) -> tuple[RenderableType, ...]:
         message = f"{ready.get('reason', '')}: {ready.get('message', '')}"
         note = _words(message, "red" if ready.get("reason") != "Suspended" else "dim")
     return (
-        output.full_name(item),
+        _words(output.full_name(item), ""),
         Text(tier, style=TIER_STYLES.get(tier, "")),
         output.size(footprint.get("weightsBytes")),
         requests,
