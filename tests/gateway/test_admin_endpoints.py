@@ -79,7 +79,7 @@ async def test_wake_and_evict_are_passed_on(full: World) -> None:
 async def test_a_foreign_web_page_cannot_make_a_browser_change_anything(full: World) -> None:
     path = ADMIN_PATH + "/models/default/smollm2/evict"
     foreign = await full.post(path, headers={"Origin": "http://evil.example"})
-    assert foreign.status == 403
+    assert (foreign.status, (await foreign.json())["error"]["type"]) == (403, "permission_error")
     assert not full.system.calls
     await full.post(ADMIN_PATH + "/models/default/smollm2/wake", headers={"Origin": full.url})
     assert full.system.calls

@@ -11,7 +11,7 @@ from aiohttp import web
 from omnimodel.errors import DispatchError, OmniError, Reason
 
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
-_TYPES |= {401: "authentication_error"}
+_TYPES |= {401: "authentication_error", 403: "permission_error"}
 _TYPES |= {408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
