@@ -149,6 +149,7 @@ async def test_a_bad_handler_says_what_is_wrong_and_the_next_good_edit_recovers(
         await world.ask("m1")
     assert caught.value.status == 503
     assert caught.value.retry_after_seconds
+    assert not caught.value.problem.startswith("OmniModel"), "its subject says that"
     assert await world.ask("m2") == pytest.approx(world.answer(8, 2))
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))

@@ -207,7 +207,8 @@ class ModelProcess:
             self._moving.pop(number, None)
         if not reply.ok:
             reason = Reason(reply.reason) if reply.reason in set(Reason) else Reason.HANDLER_FAILED
-            refusal = ProcessError(self.subject, reply.message, "", reason=reason)
+            problem = reply.message.removeprefix(f"{self.subject}: ")  # its own errors name it, too
+            refusal = ProcessError(self.subject, problem, "", reason=reason)
             if reply.detail:
                 refusal.add_note(reply.detail)
             raise refusal
