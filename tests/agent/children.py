@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from omnimodel.agent.limits import Group
 from omnimodel.agent.process import ModelProcess, ProcessExit
 from omnimodel.agent.spawner import ProcessRequest, Spawner
 from omnimodel.agent.zygotes import Zygotes
@@ -40,14 +41,18 @@ class Children:
     async def make(self, **changes: object) -> ModelProcess:
         return await self.spawner.spawn(self.request(**changes))
 
+    def spares(self) -> set[int]:
+        """The process that waits to become the next one, if there is one."""
+        return Group(self.spawner.ahead.name, self.spawner.groups.hierarchies).pids()
+
     def left(self) -> dict[str, list[str]]:
-        """Everything on this machine that belongs to a process of this state directory."""
+        """Everything on this machine that belongs to a process of this state directory, but for the next one."""
         groups = [
             str(folder)
             for hierarchy in self.spawner.groups.hierarchies
             if hierarchy.parent.exists()
             for folder in hierarchy.parent.iterdir()
-            if folder.is_dir()
+            if folder.is_dir() and folder.name != self.spawner.ahead.name
         ]
         run = sorted(os.listdir(self.spawner.state_dir / "run"))
         journal = [name for name in os.listdir(self.spawner.state_dir / "journal") if not name.startswith("zygote-")]

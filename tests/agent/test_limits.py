@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from agent.children import until
-from omnimodel.agent import limits
-from omnimodel.agent.limits import Group, GroupLimits, Groups, Hierarchy
+from omnimodel.agent import hierarchies, limits
+from omnimodel.agent.hierarchies import Hierarchy
+from omnimodel.agent.limits import Group, GroupLimits, Groups
 
 EAT = "import sys; held = bytearray(b'x') * (int(sys.argv[1]) << 20); print('full', flush=True); sys.stdin.read()"
 
@@ -50,7 +51,8 @@ class TestReal:
     pytestmark = needs_memory
 
     def test_a_group_holds_its_limits_and_goes_without_a_trace(self, groups: Groups) -> None:
-        group = groups.create("smollm2", GroupLimits(memory_bytes=64 << 20, processes=7, cpu_millis=1500))
+        group = groups.create("smollm2")
+        group.limit(GroupLimits(memory_bytes=64 << 20, processes=7, cpu_millis=1500))
         assert group.missing == ()
         texts = {
             path.name: path.read_text().strip()
@@ -64,7 +66,7 @@ class TestReal:
         assert not any(os.path.exists(path) for path in group.paths)
 
     def test_freezing_stops_and_thawing_continues(self, groups: Groups) -> None:
-        group = groups.create("frozen", GroupLimits())
+        group = groups.create("frozen")
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         group.add(process.pid)
         assert group.freeze()
@@ -72,7 +74,7 @@ class TestReal:
         assert process.communicate(b"alive", timeout=60)[0] == b"alive"
 
     async def test_kill_reaches_everything_in_it(self, groups: Groups, sleeper: subprocess.Popen[bytes]) -> None:
-        group = groups.create("doomed", GroupLimits())
+        group = groups.create("doomed")
         group.add(sleeper.pid)
         assert group.pids() == {sleeper.pid}
         group.kill()
@@ -80,7 +82,8 @@ class TestReal:
         await until(group.remove)
 
     def test_usage_is_what_it_holds(self, groups: Groups) -> None:
-        group = groups.create("eater", GroupLimits(memory_bytes=256 << 20))
+        group = groups.create("eater")
+        group.limit(GroupLimits(memory_bytes=256 << 20))
         command = 'echo $$ > "$0"/cgroup.procs; exec "$@"'
         folder = next(path for path in group.paths if "memory" in path or len(group.paths) == 1)
         eater = subprocess.Popen(
@@ -97,7 +100,8 @@ class TestReal:
         assert group.out_of_memory_kills() == 0
 
     def test_going_over_the_limit_is_counted(self, groups: Groups) -> None:
-        group = groups.create("greedy", GroupLimits(memory_bytes=32 << 20))
+        group = groups.create("greedy")
+        group.limit(GroupLimits(memory_bytes=32 << 20))
         command = 'for folder in $0; do echo $$ > "$folder"/cgroup.procs; done; exec "$@"'
         greedy = subprocess.run(
             ["sh", "-c", command, " ".join(group.paths), sys.executable, "-c", EAT, "200"],
@@ -108,12 +112,12 @@ class TestReal:
         assert group.out_of_memory_kills() >= 1
 
     def test_a_group_of_the_same_name_is_made_anew(self, groups: Groups, sleeper: subprocess.Popen[bytes]) -> None:
-        groups.create("again", GroupLimits()).add(sleeper.pid)
-        assert groups.create("again", GroupLimits()).pids() == set()
+        groups.create("again").add(sleeper.pid)
+        assert groups.create("again").pids() == set()
         assert sleeper.wait(60) == -signal.SIGKILL
 
     def test_two_state_directories_do_not_touch_each_other(self, groups: Groups, tmp_path: Path) -> None:
-        group = groups.create("mine", GroupLimits())
+        group = groups.create("mine")
         other = Groups.detect(tmp_path / "other")
         assert other.clean() == 0
         other.close()
@@ -125,7 +129,8 @@ def test_a_machine_without_control_groups_says_what_is_missing(tmp_path: Path) -
     assert found.hierarchies == ()
     assert len(found.missing) == 3
     assert any("the agent watches it instead" in sentence for sentence in found.missing)
-    group = found.create("x", GroupLimits(memory_bytes=1))
+    group = found.create("x")
+    group.limit(GroupLimits(memory_bytes=1))
     assert not group.limits_memory
     assert group.usage_bytes() is None
     assert group.out_of_memory_kills() == 0
@@ -231,10 +236,10 @@ def test_where_groups_of_version_2_are_made(
         )
         if path.name == "cgroup.subtree_control" and busy:
             raise OSError(16, os.strerror(16))
-        written.append(("leaf" if path.parent.name == limits._AGENT_LEAF else path.name, text))
+        written.append(("leaf" if path.parent.name == hierarchies._AGENT_LEAF else path.name, text))
 
-    monkeypatch.setattr(limits, "_write", write)
-    found, enabled = limits._enable(own, ("cpu", "memory", "io", "pids"), tmp_path)
+    monkeypatch.setattr(hierarchies, "write", write)
+    found, enabled = hierarchies.enable(own, ("cpu", "memory", "io", "pids"), tmp_path)
     assert found == tmp_path / where
     assert enabled == ("memory", "pids", "cpu")
     assert [text for name, text in written if name == "leaf"] == (["41", "42"] if moved else [])

@@ -13,7 +13,7 @@ import pytest
 
 from agent.children import NOTHING, alive, children, until
 from omnimodel.agent.journal import Entry, Journal, clean_leftovers, kill_exactly, start_ticks
-from omnimodel.agent.limits import GroupLimits, Groups
+from omnimodel.agent.limits import Groups
 
 AGENT = """
 import asyncio, contextlib, sys
@@ -104,7 +104,7 @@ def test_paths_outside_the_run_folder_are_never_removed(tmp_path: Path) -> None:
 @root
 def test_groups_without_a_journal_are_emptied_too(tmp_path: Path) -> None:
     groups = Groups.detect(tmp_path)
-    group = groups.create("orphan", GroupLimits())
+    group = groups.create("orphan")
     orphan = subprocess.Popen(["sleep", "600"])
     try:
         group.add(orphan.pid)

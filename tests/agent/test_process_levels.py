@@ -56,11 +56,12 @@ tried('kill', lambda: os.kill({two.pid}, 9) or 'done')
 tried('temporary', lambda: __import__('tempfile').TemporaryFile().write(b'x'))
 ''')
         found["seen"] = seen
-        answer = await run(one, '''
+        seconds = str(1_000_000 + os.getpid())  # others on this machine sleep, too
+        answer = await run(one, f'''
 import subprocess
 import sys
 for detach in (False, True):
-    subprocess.Popen(['sleep', '600'], start_new_session=detach)
+    subprocess.Popen(['sleep', {seconds!r}], start_new_session=detach)
 answer['uid'] = os.getuid()
 ''')
         found["uids"] = [answer["uid"], os.getuid()]
@@ -71,7 +72,7 @@ answer['uid'] = os.getuid()
                         text = Path(f'/proc/{name}/cmdline').read_bytes()
                     except OSError:
                         continue
-                    if text == b'sleep\\0' + b'600\\0':
+                    if text == b'sleep\\0' + seconds.encode() + b'\\0':
                         yield int(name)
         await until(lambda: len(list(sleepers())) == 2)  # the kernel shows the arguments a moment after the start
         async with busy(one, "while True: pass"):

@@ -105,7 +105,7 @@ class Process:
             "default/m", "hash", 0, "", "", "", "/source", "", "host", FRAME, 2, 32 << 20, 0, True, frames, 12.5
         )  # fmt: skip
         reached = Reached(Level.NAMESPACES, ("a proc of its own",))
-        self.facts = Facts("OmniModel default/m", 3, plan, reached, 10.0, ("pids",), "/log", 1 << 20, 1, served)
+        self.facts = Facts("OmniModel default/m", 3, plan, reached, 10.0, "a-1", ("pids",), "/log", 1 << 20, 1, served)
         self.journal = Journal(folder / "journal")
 
     def survivors(self, facts: Facts | None = None, *, ticks: int | None = None):

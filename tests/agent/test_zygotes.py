@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent.children import NOTHING, alive, busy, children, children_of, run, until, zygotes
+from agent.children import NOTHING, Children, alive, busy, children, children_of, run, until, zygotes
+from omnimodel.agent.limits import Group
 from omnimodel.agent.zygotes import Zygotes
 from omnimodel.errors import ProcessError, Reason
 from omnimodel.protocol.process import Ping
@@ -20,6 +21,10 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make namespaces and users"),
 ]
+
+
+KEPT_BYTES = 4 << 20  # pages that the zygote has copied for itself since the fork: its child alone has the old ones
+REHEARSED_BYTES = 6 << 20  # what a spare has touched by then; one that only waits has less
 
 
 def package(folder: Path, name: str, text: str) -> str:
@@ -198,27 +203,45 @@ async def spare_of(zygote: int, known: Collection[int] = ()) -> int:
 
 async def test_a_process_is_forked_before_it_is_asked_for(tmp_path: Path) -> None:
     async with children(tmp_path) as many:
-        await many.spawner.zygotes.start()
+        before = await many.make()
         zygote = first(many.spawner.zygotes)
-        spare = await spare_of(zygote)
+        spare = await spare_of(zygote, [before.pid])
         await until(lambda: psutil.Process(spare).num_fds() == 4)  # its log and its channel, nothing of the zygote's
         process = await many.make()
         assert process.pid == spare
         assert process.pid in process.group.pids()
         other = await many.make()
         assert (await run(other, "answer['pid'] = os.getpid()"))["pid"] == 1, "in a pid namespace of its own"
-        next_one = await spare_of(zygote, [process.pid, other.pid])
+        next_one = await spare_of(zygote, [before.pid, process.pid, other.pid])
         process.kill()
         await process.released
         assert alive(next_one), "it is nobody's orphan"
 
 
+async def test_what_a_spare_has_rehearsed_is_charged_to_the_process_that_it_becomes(tmp_path: Path) -> None:
+    async with children(tmp_path, preload=("inside", "omnimodel.runtime.rehearsal")) as many:
+        if not (await many.make()).group.limits_memory:
+            pytest.skip("this machine counts no memory in control groups")
+        (spare,) = await spares(many)
+        waiting = Group(many.spawner.ahead.name, many.spawner.groups.hierarchies)
+        await until(lambda: (waiting.usage_bytes() or 0) > REHEARSED_BYTES)
+        process = await many.make()
+        assert process.pid == spare
+        private_bytes = psutil.Process(spare).memory_full_info().uss
+        assert private_bytes - KEPT_BYTES < process.private_bytes() < private_bytes + KEPT_BYTES
+
+
+async def spares(many: Children) -> set[int]:
+    await until(many.spares)
+    return many.spares()
+
+
 async def test_a_spare_that_is_killed_costs_nobody_a_process(tmp_path: Path) -> None:
     async with children(tmp_path) as many:
-        await many.spawner.zygotes.start()
+        before = await many.make()
         zygote = first(many.spawner.zygotes)
         for _ in range(3):
-            spare = await spare_of(zygote)
+            spare = await spare_of(zygote, [before.pid])
             os.kill(spare, signal.SIGKILL)
             await until(lambda spare=spare: not alive(spare))
             process = await many.make()
@@ -232,6 +255,7 @@ async def test_a_spare_ends_with_its_zygote(tmp_path: Path, killed: bool) -> Non
     pool = zygotes(tmp_path)
     await pool.start()
     zygote = first(pool)
+    await pool.provide("next", ())
     spare = await spare_of(zygote)
     if killed:
         os.kill(zygote, signal.SIGKILL)

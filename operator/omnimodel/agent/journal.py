@@ -123,7 +123,9 @@ def kill_exactly(pids: Sequence[tuple[int, int]], timeout_seconds: float = _KILL
     return len(held)
 
 
-def clean_leftovers(state_dir: str | os.PathLike[str], kept: Collection[str] = ()) -> Leftovers:
+def clean_leftovers(
+    state_dir: str | os.PathLike[str], kept: Collection[str] = (), groups: Collection[str] = ()
+) -> Leftovers:
     """End the processes of an agent that was killed, and remove their groups, sockets and folders.
 
     Their mounts are in namespaces of their own and go with them.
@@ -131,13 +133,14 @@ def clean_leftovers(state_dir: str | os.PathLike[str], kept: Collection[str] = (
     Args:
         state_dir: of the agent.
         kept: instances that are left alone.
+        groups: names of their control groups.
     """
     root = Path(state_dir)
     journal = Journal(root / "journal")
     entries = [entry for entry in journal.entries() if entry.instance not in kept]
     processes = kill_exactly([(entry.pid, entry.start_ticks) for entry in entries])
     found = Groups.detect(root)
-    groups = found.clean(kept)
+    removed_groups = found.clean(groups)
     found.close()
     run = root / "run"
     paths = {path for entry in entries for path in entry.paths if Path(path).is_relative_to(run)}
@@ -155,6 +158,6 @@ def clean_leftovers(state_dir: str | os.PathLike[str], kept: Collection[str] = (
             removed += 1
     for entry in entries:
         journal.forget(entry.instance)
-    if processes or groups or removed:
-        log.info("leftovers_cleaned processes=%d groups=%d paths=%d", processes, groups, removed)
-    return Leftovers(processes, groups, removed)
+    if processes or removed_groups or removed:
+        log.info("leftovers_cleaned processes=%d groups=%d paths=%d", processes, removed_groups, removed)
+    return Leftovers(processes, removed_groups, removed)

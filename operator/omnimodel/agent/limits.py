@@ -8,21 +8,20 @@ reported; nothing here fails because a controller is missing.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from omnimodel.agent.hierarchies import Hierarchy, enable, mounted, subtree, write
 
 log = logging.getLogger(__name__)
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
-_AGENT_LEAF = "omnimodel-agent"
-_V1_CONTROLLERS = ("memory", "pids", "cpu", "freezer")
 _REMOVE_SECONDS = 5.0
 _PERIOD_MICROSECONDS = 100_000  # that a quota of processor time is given out in; the kernel's own default
 _SMALLEST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
@@ -49,14 +48,6 @@ def parent_name(state_dir: str | os.PathLike[str]) -> str:
     return f"omnimodel-{digest}"
 
 
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
-
-
 def _fields(path: Path) -> dict[str, int]:
     """A file of `name number` lines; empty when it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
@@ -69,15 +60,6 @@ def _number(path: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return 0
-
-
-@dataclass(frozen=True)
-class Hierarchy:
-    """One tree of groups: version 2, or one controller of version 1."""
-
-    version: int
-    controllers: frozenset[str]
-    parent: Path
 
 
 @dataclass
@@ -108,6 +90,18 @@ class Group:
         """Whether the kernel holds it to its memory limit."""
         return self._folder("memory") is not None
 
+    def limit(self, limits: GroupLimits) -> None:
+        """Hold what is in it, and all that will be, to limits, once; what cannot be held is `missing` from then on."""
+        missing = []
+        for hierarchy, folder in self._folders():
+            for controller, file, value in _settings(hierarchy, limits):
+                try:
+                    write(folder / file, value)
+                except OSError as error:
+                    if file not in _OPTIONAL:
+                        missing.append(f"its limit of {controller}: {error.strerror}")
+        self.missing = tuple(missing)
+
     def add(self, pid: int) -> None:
         """Move a process in; its later children follow.
 
@@ -115,14 +109,14 @@ class Group:
             OSError: the process is gone.
         """
         for _, folder in self._folders():
-            _write(folder / "cgroup.procs", str(pid))
+            write(folder / "cgroup.procs", str(pid))
 
     def add_uncounted(self, pid: int) -> None:
         """Move a process in where nothing is counted, and it makes no difference when; one that is gone is not."""
         for hierarchy, folder in self._folders():
             if not hierarchy.controllers:
                 with contextlib.suppress(OSError):
-                    _write(folder / "cgroup.procs", str(pid))
+                    write(folder / "cgroup.procs", str(pid))
 
     @contextlib.contextmanager
     def doors(self) -> Iterator[tuple[int, ...]]:
@@ -191,10 +185,10 @@ class Group:
         for hierarchy, folder in self._folders():
             try:
                 if hierarchy.version == 2 and (folder / "cgroup.freeze").exists():
-                    _write(folder / "cgroup.freeze", "1" if frozen else "0")
+                    write(folder / "cgroup.freeze", "1" if frozen else "0")
                     return True
                 if "freezer" in hierarchy.controllers and hierarchy.version == 1:
-                    _write(folder / "freezer.state", "FROZEN" if frozen else "THAWED")
+                    write(folder / "freezer.state", "FROZEN" if frozen else "THAWED")
                     return True
             except OSError:
                 continue
@@ -205,7 +199,7 @@ class Group:
         for hierarchy, folder in self._folders():
             if hierarchy.version == 2:
                 with contextlib.suppress(OSError):
-                    _write(folder / "cgroup.kill", "1")
+                    write(folder / "cgroup.kill", "1")
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -241,13 +235,13 @@ class Groups:
         name = parent_name(state_dir)
         found: list[Hierarchy] = []
         problems: dict[str, str] = {}
-        for version, controllers, folder in _mounted(root):
+        for version, controllers, folder in mounted(root):
             try:
-                where, enabled = _enable(folder, controllers, root) if version == 2 else (folder, controllers)
+                where, enabled = enable(folder, controllers, root) if version == 2 else (folder, controllers)
                 parent = where / name
                 parent.mkdir(exist_ok=True)
                 if version == 2 and enabled:
-                    _subtree(parent, enabled)
+                    subtree(parent, enabled)
                 found.append(Hierarchy(version, frozenset(enabled), parent))
             except OSError as error:
                 problems |= dict.fromkeys(controllers or ("cgroup2",), error.strerror or str(error))
@@ -264,22 +258,14 @@ class Groups:
         )
         return cls(tuple(found), missing)
 
-    def create(self, name: str, limits: GroupLimits) -> Group:
+    def create(self, name: str) -> Group:
         """Make a group for one process; one that was left over under this name is removed first."""
         group = Group(name, self.hierarchies)
-        missing: list[str] = []
         for hierarchy in self.hierarchies:
             folder = hierarchy.parent / name
             if folder.exists():
                 _empty(Group(name, (hierarchy,)))
             folder.mkdir(parents=True, exist_ok=True)
-            for controller, file, value in _settings(hierarchy, limits):
-                try:
-                    _write(folder / file, value)
-                except OSError as error:
-                    if file not in _OPTIONAL:
-                        missing.append(f"its limit of {controller}: {error.strerror}")
-        group.missing = tuple(missing)
         return group
 
     def clean(self, kept: Collection[str] = ()) -> int:
@@ -342,64 +328,3 @@ def _empty(group: Group) -> None:
     while not group.remove() and time.monotonic() < deadline:
         time.sleep(0.005)
         group.kill()
-
-
-def _own_paths() -> Mapping[str, str]:
-    """Our own group in each hierarchy: controller (or "" for version 2) -> path."""
-    found = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            found[controller.removeprefix("name=")] = path
-    return found
-
-
-def _mounted(root: Path) -> Iterator[tuple[int, tuple[str, ...], Path]]:
-    """The agent's own folder in every hierarchy: (version, its controllers, folder)."""
-    own = _own_paths()
-
-    def inside(mount: Path, path: str) -> Path:
-        folder = mount / path.lstrip("/")
-        return folder if folder.is_dir() else mount  # a container sees its own group as the root
-
-    if (root / "cgroup.controllers").exists():
-        folder = inside(root, own.get("", "/"))
-        yield 2, tuple((folder / "cgroup.controllers").read_text().split()), folder
-        return
-    for controller in _V1_CONTROLLERS:
-        if (root / controller / "cgroup.procs").exists():
-            yield 1, (controller,), inside(root / controller, own.get(controller, "/"))
-    unified = root / "unified"
-    if (unified / "cgroup.procs").exists():
-        yield 2, (), inside(unified, own.get("", "/"))
-
-
-def _enable(folder: Path, controllers: tuple[str, ...], root: Path) -> tuple[Path, tuple[str, ...]]:
-    """Version 2: where groups with controllers can be made. A group that has them may hold no process itself.
-
-    In a container, whose own group looks like the root, its processes move to a leaf. On a host, where a shell and
-    others may share our group, we do not move them: the groups become neighbours of ours.
-    """
-    wanted = tuple(name for name in ("memory", "pids", "cpu") if name in controllers)
-    if not wanted:
-        return folder, ()
-    try:
-        _subtree(folder, wanted)
-        return folder, wanted
-    except OSError as error:
-        if error.errno != errno.EBUSY:
-            raise
-    if folder != root:
-        _subtree(folder.parent, wanted)
-        return folder.parent, wanted
-    leaf = folder / _AGENT_LEAF
-    leaf.mkdir(exist_ok=True)
-    for pid in (folder / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):
-            _write(leaf / "cgroup.procs", pid)
-    _subtree(folder, wanted)
-    return folder, wanted
-
-
-def _subtree(folder: Path, controllers: Sequence[str]) -> None:
-    _write(folder / "cgroup.subtree_control", " ".join(f"+{name}" for name in controllers))

@@ -280,8 +280,9 @@ class Moves:
                 self.memory.ledger.device.set(instance.name, Kind.WORKING, instance.asleep_bytes)
             else:
                 await self.contexts.given_back(instance, self.parks)
-            await self._measure(instance)
         instance.history.last_evict_seconds = time.perf_counter() - began
+        if instance.state is not State.FROZEN:
+            await self._measure(instance)
         self.tell(instance, "Frozen" if instance.state is State.FROZEN else "Evicted", instance.message)
 
     async def _wake_up(self, instance: Instance, leaving: Iterable[asyncio.Task[None]]) -> None:

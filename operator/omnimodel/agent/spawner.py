@@ -9,12 +9,12 @@ import os
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omnimodel.agent.ahead import Ahead, remove
 from omnimodel.agent.journal import Entry, Journal, clean_leftovers
 from omnimodel.agent.limits import Group, GroupLimits, Groups
 from omnimodel.agent.output import Output, OutputPump
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOCKET_PATH_BYTES = 107  # man 7 unix
-_REMOVE_SECONDS = 5.0
 _BACKLOG = 512
 _COMMANDS_OF_AN_AGENT = 1 << 32  # numbers that one agent has for its commands to one process
 _OOM_SCORE = "500"  # when the whole machine is out of memory, a model goes before the agent
@@ -102,6 +101,7 @@ class Spawner:
         self.journal = Journal(state_dir / "journal")
         self.pump = OutputPump()
         self.survivors: list[tuple[ModelProcess, Survivor]] = []  # of an earlier agent
+        self.ahead = Ahead(groups, zygotes)
         self._store = store
         self._stored: dict[ModelProcess, frozenset[int]] = {}  # whose descriptors are kept, with which frames
         self._agents: dict[ModelProcess, int] = {}
@@ -125,7 +125,8 @@ class Spawner:
             entries = await asyncio.to_thread(Journal(root / "journal").entries)
             survivors = await asyncio.to_thread(find_survivors, entries, store.found)
             store.leave([name for survivor in survivors for name in survivor.names])
-        await asyncio.to_thread(clean_leftovers, root, [survivor.entry.instance for survivor in survivors])
+        kept = [survivor.entry.instance for survivor in survivors]
+        await asyncio.to_thread(clean_leftovers, root, kept, [survivor.facts.group for survivor in survivors])
         reached = await probe_async()
         groups = await asyncio.to_thread(Groups.detect, root)
         reached = replace(reached, missing=(*reached.missing, *groups.missing))
@@ -148,7 +149,7 @@ class Spawner:
             facts.generation,
             facts.plan,
             Forked(entry.instance, entry.pid, entry.start_ticks, held["pidfd"], channel, facts.reached, 0.0, 0.0),
-            Group(entry.instance, self.groups.hierarchies, facts.group_missing),
+            Group(facts.group, self.groups.hierarchies, facts.group_missing),
             self.pump.add(Path(facts.log_path), held["output"]),
             None,
             self._socket_path(entry.instance),
@@ -185,6 +186,7 @@ class Spawner:
             process.plan,
             process.reached,
             process.started_seconds,
+            process.group.name,
             process.group.missing,
             str(process.output.path),
             process.shared_bytes,
@@ -237,16 +239,13 @@ class Spawner:
             plan = self._prepare(plan, folder)
             output = self.pump.add(request.log_path)
             limits = GroupLimits(plan.memory_bytes, plan.processes, request.cpu_millis)
-            making = asyncio.ensure_future(asyncio.to_thread(self.groups.create, plan.instance, limits))
-            try:
-                group = await asyncio.shield(making)
-            except asyncio.CancelledError:
-                group = await making  # a thread cannot be cancelled: what it makes must be removed
-                raise
+            group = await self.ahead.take()
+            await asyncio.to_thread(group.limit, limits)
             with group.doors() as doors:
                 forked = await self.zygotes.fork(
                     plan,
                     log_descriptor=output.write_descriptor,
+                    group=group.name,
                     group_descriptors=doors,
                     environment=request.environment,
                     paths=request.paths,
@@ -278,6 +277,7 @@ class Spawner:
             await forked.go({**scratch, **env}, folder_inside or plan.scratch)
             if moving is not None:  # before it is told to start, and runs any code of the model's
                 await moving
+            self.ahead.provide()
         except BaseException as error:
             if process is not None:
                 process.kill()
@@ -348,10 +348,7 @@ class Spawner:
             if folder.exists():
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if group is not None:
-            deadline = time.monotonic() + _REMOVE_SECONDS
-            while not group.remove() and time.monotonic() < deadline:
-                group.kill()
-                await asyncio.sleep(0.005)
+            await remove(group)
         self.journal.forget(instance)
 
     async def _release(self, process: ModelProcess) -> None:
@@ -384,6 +381,7 @@ class Spawner:
             process.kill()
         await asyncio.gather(*(process.released for process in processes), return_exceptions=True)
         await self.zygotes.close()
+        await self.ahead.close()
         self.pump.close()
         self.groups.close()
         os.close(self._run_descriptor)

@@ -70,7 +70,7 @@ class Facts:
 
     Args:
         subject, generation, plan, reached, started_seconds: see `ModelProcess`.
-        group_missing: see `Group`.
+        group, group_missing: name of its control group, and see `Group`.
         log_path: of its output.
         shared_bytes: see `PrivateMemory`; None when nobody has measured it.
         agents: how many agents it has had.
@@ -81,6 +81,7 @@ class Facts:
     plan: SandboxPlan
     reached: Reached
     started_seconds: float
+    group: str
     group_missing: tuple[str, ...]
     log_path: str
     shared_bytes: int | None

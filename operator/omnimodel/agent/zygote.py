@@ -122,6 +122,17 @@ class Zygote:
         if not self._closing and self.up:
             self._ended()
 
+    async def tell(self, message: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a request that has no answer.
+
+        Raises:
+            ProcessError: it has ended.
+        """
+        try:
+            await self.channel.send(message, descriptors)
+        except ChannelClosed as error:
+            raise ProcessError("zygote", "it has ended", f"see {self.log_path}") from error
+
     async def ask(
         self, key: str, message: dict[str, Any], descriptors: Sequence[int]
     ) -> tuple[dict[str, Any], list[int]]:
@@ -133,10 +144,8 @@ class Zygote:
         waiter: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
         self.waiting[key] = waiter
         try:
-            await self.channel.send(message, descriptors)
+            await self.tell(message, descriptors)
             return await waiter
-        except ChannelClosed as error:
-            raise ProcessError("zygote", "it has ended", f"see {self.log_path}") from error
         finally:
             self.waiting.pop(key, None)
 

@@ -5,12 +5,13 @@ touches no accelerator and holds no secret, because every model's process begins
 
 | asked | descriptors | answered |
 |---|---|---|
-| `{"op": "fork", "instance", "plan", "overlay": [folders], "bare", "environment": [paths], "target", "groups": count, "names": [..]}` | control, log, doors of its groups, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused`, or `conflict` when an overlay holds what is imported here (a bare zygote imported nothing) |
+| `{"op": "spare", "group"}` | doors of that group | nothing |
+| `{"op": "fork", "instance", "plan", "overlay": [folders], "bare", "environment": [paths], "target", "group", "groups": count, "names": [..]}` | control, log, doors of its groups, then `names` | `{"kind": "forked", "instance", "pid", "startTicks", "seconds"}` and a pidfd, or `refused`, or `conflict` when an overlay holds what is imported here (a bare zygote imported nothing) |
 | | | `{"kind": "exited", "pid", "status"}` for each child that ended |
 
 Nothing of an overlay is imported here: its packages are a stranger's, and this process is in no sandbox.
-Who asks gets the spare, a child that was forked before and waits (see `spare`); another is forked once it is quiet.
-The child moves into its control groups, so that all it touches from then on is its own, enters its sandbox, says
+Who asks for a process in the group of the spare, a child that was forked before and waits (see `spare`), gets that.
+Any other child moves into its control groups, so that all it touches from then on is its own, enters its sandbox, says
 `{"kind": "entered", "reached", "seconds"}` on its control channel, waits for `{"op": "go", "env"}` and calls `target`,
 `omnimodel.runtime.serve:run`.
 """  # noqa: E501 - a table
@@ -38,9 +39,11 @@ from omnimodel.isolation import SandboxPlan, enter, fork_isolated
 from omnimodel.isolation.syscalls import PR_SET_CHILD_SUBREAPER, close_descriptors_except, prctl
 from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.runtime.allocator import fill_holes
-from omnimodel.runtime.spare import Spare
+from omnimodel.runtime.orphans import OrphanReaper, children
+from omnimodel.runtime.spare import Spare, go_in
 
 SERVE = "omnimodel.runtime.serve:run"
+_REHEARSAL = "omnimodel.runtime.rehearsal"
 PRELOAD = (
     "numpy",
     "torch",
@@ -65,10 +68,10 @@ PRELOAD = (
     "omnimodel.runtime.engines.transformers",
     "omnimodel.runtime.generation.serving",
     "omnimodel.runtime.generation.batching",
+    _REHEARSAL,
 )
 _UNWANTED = "torchao"  # the transformers library imports it wherever it finds it; only quantized models need it
-_ORPHAN_SECONDS = 30.0
-_QUIET_MILLISECONDS = 50  # before a spare is forked, so that a process which begins has the processor
+_QUIET_MILLISECONDS = 50
 
 
 def thread_names() -> list[str]:
@@ -145,7 +148,7 @@ class Zygote:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._known: set[int] = set()
         self._spare: Spare | None = None
-        self._spare_wanted = False
+        self._wanted: tuple[str, list[int]] | None = None  # group of the next spare, and its doors
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import, and say that it is up."""
@@ -179,9 +182,8 @@ class Zygote:
         poll = select.poll()
         poll.register(self.channel.sock, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
-        self._spare_wanted = True
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(_QUIET_MILLISECONDS if self._spare_wanted else None)}
+            ready = {descriptor for descriptor, _ in poll.poll(_QUIET_MILLISECONDS if self._wanted else None)}
             if not ready:
                 self._fork_spare()
             try:
@@ -191,27 +193,45 @@ class Zygote:
                     self._reap()
                 if self.channel.sock.fileno() in ready:
                     request, descriptors = self.channel.receive()
+                    if request["op"] == "spare":
+                        self._want(request["group"], descriptors)
+                        continue
                     try:
                         self._answer(request, descriptors)
                     finally:
-                        for descriptor in descriptors:
-                            os.close(descriptor)
+                        _close(descriptors)
             except ChannelClosed:
-                if self._spare is not None:
-                    self._spare.end()
+                self._end_spare()
                 return
+
+    def _want(self, group: str, doors: list[int]) -> None:
+        """Note that a spare shall be forked, once it is quiet, so that a process which begins has the processor."""
+        if self._wanted is not None:
+            _close(self._wanted[1])
+        self._wanted = group, doors
 
     def _fork_spare(self) -> None:
         """Fork for the next who asks, while nobody does."""
-        self._spare_wanted = False
-        if self._spare is None and len(thread_names()) == 1:
-            with contextlib.suppress(OSError):
-                self._spare = Spare.fork(self._become_child)
+        assert self._wanted is not None
+        (group, doors), self._wanted = self._wanted, None
+        self._end_spare()
+        try:
+            if len(thread_names()) == 1:
+                self._spare = Spare.fork(group, doors, _rehearse, self._become_child)
+        except OSError:
+            pass  # there is no room for one
+        finally:
+            _close(doors)
+
+    def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
 
     def _end_orphans(self) -> None:
         """Without a pid namespace the children of a dead model come to us, whatever session they are in."""
         own = self._known | ({self._spare.pid} if self._spare else set())
-        for pid in set(_children()) - own:
+        for pid in set(children()) - own:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -241,6 +261,7 @@ class Zygote:
         began = time.monotonic()
         try:
             if not request["bare"] and (conflict := _imported(request["overlay"])):
+                self._end_spare()  # it must not be in the group of a process that is forked elsewhere
                 self.channel.send({"kind": "conflict", **about, "modules": conflict})
                 return
             pid = self._fork(request, descriptors)
@@ -259,10 +280,14 @@ class Zygote:
 
     def _fork(self, request: Mapping[str, Any], descriptors: list[int]) -> int:
         """The pid of a process for a request: the spare's, or a new one's."""
-        spare, self._spare = self._spare, None
-        self._spare_wanted = True
-        if spare is not None and spare.told(request, descriptors):
-            return spare.pid
+        spare = self._spare
+        if self._wanted is not None and self._wanted[0] == request["group"]:
+            _close(self._wanted[1])
+            self._wanted = None
+        if spare is not None and spare.group == request["group"]:
+            self._spare = None
+            if spare.told(request, descriptors):
+                return spare.pid
         pid = fork_isolated(request["plan"]["uid"])
         if pid == 0:
             self._become_child(request, descriptors)
@@ -276,9 +301,7 @@ class Zygote:
             os.setsid()
             control, log, *rest = descriptors
             groups, extra = rest[: request["groups"]], rest[request["groups"] :]
-            for group in groups:
-                with contextlib.suppress(OSError):  # the agent does it then
-                    os.write(group, b"0")
+            go_in(groups)
             os.dup2(log, 1)
             os.dup2(log, 2)
             close_descriptors_except({control, *extra})
@@ -286,7 +309,7 @@ class Zygote:
             faulthandler.enable()  # a crash in native code leaves the line it happened in in the log
             # pid 1 of a pid namespace ignores signals without a handler, and inherits its orphans
             signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-            signal.signal(signal.SIGCHLD, _OrphanReaper())
+            signal.signal(signal.SIGCHLD, OrphanReaper())
             status = _run_child(
                 Channel(socket.socket(fileno=control)), request, plan, dict(zip(request["names"], extra, strict=True))
             )
@@ -303,36 +326,14 @@ class Zygote:
         os._exit(status)
 
 
-class _OrphanReaper:
-    """SIGCHLD of a pid 1: waits for children that nobody has waited for in 30 s, never for those of subprocess."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-
-    def __call__(self, *_: object) -> None:
-        now = time.monotonic()
-        zombies = {pid for pid in _children() if _is_zombie(pid)}
-        self._since = {pid: self._since.get(pid, now) for pid in zombies}
-        for pid, since in self._since.items():
-            if now - since > _ORPHAN_SECONDS:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+def _rehearse() -> None:
+    if _REHEARSAL in sys.modules:  # a bare zygote has nothing to rehearse with
+        sys.modules[_REHEARSAL].rehearse()
 
 
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:
-        return []
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    except OSError:
-        return False
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _reseed() -> None:
