@@ -8,7 +8,7 @@ import pytest
 
 from agent.world import HANDLER
 from omnimodel.agent.agent import Agent
-from omnimodel.agent.ingress import _NotSentError
+from omnimodel.agent.ingress import _NotTakenError
 from omnimodel.agent.instance import State
 from omnimodel.agent.views import model_state
 from omnimodel.errors import DispatchError, Reason
@@ -39,7 +39,7 @@ async def test_a_request_that_leaves_while_its_process_is_seen_to_end_gives_its_
     instance, reached = world.instance("m1"), asyncio.Event()
 
     async def not_sent(*_):
-        raise _NotSentError(instance.process)
+        raise _NotTakenError(instance.process)
 
     async def ended(_):
         reached.set()

@@ -2,13 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from agent.world import HANDLER, World, command
 from omnimodel.agent import instance
+from omnimodel.agent.agent import Agent
+from omnimodel.agent.ingress import _Body
+from omnimodel.agent.journal import has_ended
 from omnimodel.errors import DispatchError, Reason
+from omnimodel.protocol.dispatch import InferenceRequest
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
@@ -170,3 +177,131 @@ async def test_requests_race_with_evictions_by_hand_and_none_is_lost(world):
     assert await evicting > 0
     assert {answer for row in answers for answer in row} == {world.answer(8, 1)}
     assert world.instance("m1").history.restarts == 0
+
+
+@pytest.mark.parametrize(
+    "moment", ["just before", "before, and seen by nobody", "while it lay unread", "while nobody took the connection"]
+)
+@pytest.mark.parametrize("body", ["whole", "in parts"])
+async def test_what_a_killed_process_cannot_have_taken_is_served_by_the_next(world, moment, body):
+    await world.apply(world.manifest("m1", seed=1))
+    await world.ask("m1")  # its connection is kept
+    process = world.instance("m1").process
+    if moment == "while nobody took the connection":
+        await world.instance("m1").session.connector.close()
+        world.instance("m1").session = world.instance("m1")._session(process)
+    if "while" in moment:
+        os.kill(process.pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{process.pid}/task")
+        await world.until(lambda: all(") T " in state.read_text() for state in threads.glob("*/stat")))
+        asking = asyncio.create_task(asked(world, body))
+        await world.until(lambda: world.instance("m1").session.connector._acquired, "it has a connection")
+    os.kill(process.pid, signal.SIGKILL)
+    if "before" in moment:
+        if "seen" in moment:
+            assert has_ended(process._pidfd, 30.0)
+        asking = asyncio.create_task(asked(world, body))
+    assert await asking == pytest.approx(world.answer(8, 1))
+    assert world.instance("m1").history.restarts == 1
+    world.check_ledger()
+
+
+async def asked(world, body: str) -> float:
+    """The answer to a request with a body that is whole, or comes in parts as from another pod."""
+    if body == "whole":
+        return await world.ask("m1")
+    content = json.dumps(command("hello")).encode()
+
+    async def parts():
+        yield content[:10]
+        yield content[10:]
+
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+    request = InferenceRequest("m1", "POST", "/v2/models/m1/infer", headers, parts())
+    async with world.agent.open(request) as response:
+        answer = b"".join([chunk async for chunk in response.body])
+    assert response.status == 200, answer
+    return json.loads(answer)["outputs"][0]["data"][0]
+
+
+async def test_what_a_killed_process_was_at_is_not_sent_again(world):
+    says = HANDLER.replace("        word,", "        print('begins', command, flush=True)\n        word,")
+    await world.apply(world.manifest("m1", seed=1, handler=says))
+    await world.ask("m1")
+    log = world.agent.layout.log("default", "m1")
+    asking = asyncio.create_task(world.ask("m1", "sleep:30"))
+    await world.until(lambda: "begins sleep:30" in log.read_text())
+    os.kill(world.instance("m1").process.pid, signal.SIGKILL)
+    with pytest.raises(DispatchError, match="killed from outside") as caught:
+        await asking
+    assert (caught.value.status, caught.value.reason) == (502, Reason.CRASHED)
+    assert log.read_text().count("begins sleep:30") == 1
+    assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
+
+
+async def test_an_upload_is_whole_as_long_as_it_is_small_and_nobody_was_stopped_while_it_came():
+    async def parts(*sizes):
+        for size in sizes:
+            yield b"x" * size
+
+    small = _Body(parts(10, 20))
+    async for _ in small:
+        break  # whoever sent it was broken off
+    assert [len(chunk) async for chunk in small] == [10, 20]
+    assert [len(chunk) async for chunk in small] == [10, 20]
+    assert small.whole
+    large = _Body(parts(1 << 20, 1))
+    assert [len(chunk) async for chunk in large] == [1 << 20, 1]
+    assert not large.whole
+
+    async def slow():
+        yield b"x"
+        await asyncio.Event().wait()
+
+    stopped = _Body(slow())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            assert [chunk async for chunk in stopped]
+    assert not stopped.whole
+
+
+async def test_who_is_cut_off_by_a_system_that_stops_is_told_so_with_the_whole_name(tmp_path):
+    world = World(tmp_path)
+    world.agent = Agent(tmp_path / "state")
+    await world.agent.start()
+    try:
+        await world.apply(world.manifest("m1", seed=1, limits={"concurrency": 1}))
+        await world.ask("m1")
+        asking = asyncio.create_task(world.ask("m1", "sleep:60"))
+        await world.until(lambda: world.instance("m1").session.connector._acquired, "it was sent")
+        held = asyncio.create_task(world.ask("m1"))
+        await world.until(lambda: world.instance("m1").line.waiting, "another waits")
+    finally:
+        stopping = asyncio.create_task(world.agent.stop(0.5))
+        await asyncio.sleep(0)
+    late = asyncio.create_task(world.ask("m1"))
+    errors = await asyncio.gather(asking, held, late, return_exceptions=True)
+    await stopping
+    assert {(error.status, error.reason, error.retry_after_seconds) for error in errors} == {(503, Reason.DRAINING, 5)}
+    cut_off, *others = map(str, errors)
+    assert others == ["OmniModel default/m1: the system is stopping; try again later"] * 2
+    assert "did not end in the time that was left to it" in cut_off
+    assert "--drain" in cut_off
+
+
+async def test_who_was_held_too_long_is_told_in_a_sentence_what_for(world):
+    await world.apply(*two_that_exclude_each_other(world))
+    await world.ask("m1")
+    await world.ask("m2")
+    busy = asyncio.create_task(world.ask("m2", "sleep:2"))
+    await world.until(lambda: world.instance("m2").line.in_flight == 1)
+    with pytest.raises(DispatchError) as caught:
+        await world.ask("m1", deadline=0.3)
+    assert caught.value.problem == (
+        "the request was held for 0.3 s, its deadline, waiting for room on the device (the model was evicted for "
+        "default/m2)"
+    )
+    with pytest.raises(DispatchError, match="it was not resident after") as caught:
+        await world.agent.wake("default", "m1", 0.3)
+    assert ": evicted for" not in caught.value.problem
+    await busy

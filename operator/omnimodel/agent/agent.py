@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from omnimodel.agent.confinement import serving_request
 from omnimodel.agent.descriptors import DescriptorStore
 from omnimodel.agent.devices import Devices
 from omnimodel.agent.events import EventLog
-from omnimodel.agent.ingress import Ingress
+from omnimodel.agent.ingress import Ingress, stopping
 from omnimodel.agent.instance import Instance
 from omnimodel.agent.layout import Layout
 from omnimodel.agent.logs import follow_log
@@ -103,10 +104,10 @@ class Agent:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_seconds: float) -> None:
-        self.ingress.close("the system is stopping")
+        self.ingress.close()
         lines = [model.serving.line for model in self._models.values()]
         for line in lines:
-            line.refuse(_stopping)
+            line.refuse(partial(stopping, line.instance.subject))
         try:
             async with asyncio.timeout(drain_seconds) as self._draining:
                 await asyncio.gather(*(line.quiet() for line in lines))
@@ -268,7 +269,7 @@ class Agent:
         task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
         kept = "its image is kept until `omni prune`, or until the disk is short"
-        self.events.add("OmniModel", namespace, name, "Removed", f"it is served here no more; {kept}")
+        self.events.add("OmniModel", namespace, name, "Removed", f"it was removed from the catalogue; {kept}")
 
     async def _spawn(self, instance: Instance) -> ModelProcess:
         assert self._spawner is not None
@@ -414,15 +415,4 @@ class Agent:
 def _unknown(name: str) -> DispatchError:
     return DispatchError(
         f"OmniModel {name}", "there is no such model", "see omni get models", reason=Reason.MODEL_NOT_FOUND, status=404
-    )
-
-
-def _stopping() -> DispatchError:
-    return DispatchError(
-        "OmniModel",
-        "the system is stopping",
-        "try again later",
-        reason=Reason.DRAINING,
-        status=503,
-        retry_after_seconds=5,
     )

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 _END_SECONDS = 2.0  # a process whose connection broke is seen to be gone after a moment
 
+_MOVES = {  # by `State`: what is under way
+    "starting": "its process to start",
+    "waking": "its wake to end",
+    "evicting": "its eviction to end",
+    "stopping": "its process to end",
+}
+
 
 class Door:
     """See the module.
@@ -102,11 +109,20 @@ class Door:
             return f"its image ({instance.message or 'being prepared'})"
         if instance.resident:
             return "its turn in the queue of the model"
-        return instance.message or "room on the device"
+        if instance.state in _MOVES:
+            return _MOVES[instance.state]
+        left = instance.message.startswith(("evicted", "frozen"))
+        return f"room on the device (the model was {instance.message})" if left else "room on the device"
 
     def waited_for(self, since_seconds: float) -> str:
         """What a request that came at `since_seconds` and was held waited for, for the response headers."""
         return "wake" if self._instance.woken_seconds > since_seconds else "queue"
+
+    @staticmethod
+    async def has_ended(process: ModelProcess) -> bool:
+        """Whether the process whose connection broke has ended, or does so in a moment."""
+        await asyncio.wait([process.exited], timeout=_END_SECONDS)
+        return process.gone
 
     async def failure_of(self, process: ModelProcess, error: BaseException) -> DispatchError:
         """Why a connection to the process broke: it died (and of what), or it closed the connection."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from omnimodel.agent.line import Waiter
     from omnimodel.agent.process import ModelProcess
 
+_KEPT_BYTES = 1 << 20  # of an upload, until its answer begins
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 
 
@@ -31,11 +33,11 @@ class Ingress:
 
     def __init__(self, find: Callable[[str], Instance]) -> None:
         self._find = find
-        self._closed = ""
+        self._closed = False
 
-    def close(self, why: str) -> None:
-        """Take no further requests; those that were taken go on."""
-        self._closed = why
+    def close(self) -> None:
+        """Take no further requests, as the system is stopping; those that were taken go on."""
+        self._closed = True
 
     def estimate(self, model: str) -> Estimate:
         """See `Backend.estimate`."""
@@ -45,10 +47,7 @@ class Ingress:
     @asynccontextmanager
     async def open(self, request: InferenceRequest) -> AsyncIterator[InferenceResponse]:
         """See `Backend.open`."""
-        if self._closed:
-            raise DispatchError("OmniModel " + request.model, self._closed, reason=Reason.DRAINING, status=503)
-        instance = self._find(request.model)
-        instance.door.check()
+        instance = self._enter(request.model)
         own = instance.limits.deadline_seconds
         allowed = min(own, request.deadline_seconds) if request.deadline_seconds else own
         deadline = asyncio.get_running_loop().time() + allowed
@@ -56,6 +55,7 @@ class Ingress:
         background = request.priority == "background"
         waiter = instance.line.arrive(began, background=background)
         held = False
+        body = _Body(request.body)
         while True:
             instance.door.admit()
             held = held or not waiter.admitted.done()
@@ -63,15 +63,14 @@ class Ingress:
                 await self._admission(waiter, instance, deadline, allowed)
                 instance = waiter.line.instance
                 hold = self._hold(instance, began, held=held)
-                response = await self._send(instance, request, deadline, allowed)
+                response = await self._send(instance, request, body, deadline, allowed)
                 break
-            except _NotSentError as error:  # its process died before it could take the request: the next one will
+            except _NotTakenError as error:  # its process died before it could take the request: the next one will
                 try:
                     await instance.ended(error.process)
                 finally:
                     waiter.leave()
-                instance = self._find(request.model)  # by now a newer revision may serve
-                instance.door.check()
+                instance = self._enter(request.model)  # by now a newer revision may serve
                 waiter, held = instance.line.come_back(began, background=background), True
             except BaseException as error:
                 waiter.line.failed += isinstance(error, DispatchError)
@@ -91,6 +90,14 @@ class Ingress:
             instance.idle_seconds = time.monotonic()
             instance.history.last_request_seconds = time.time()
             waiter.leave()
+
+    def _enter(self, model: str) -> Instance:
+        """The instance that serves a model now, unless requests are refused at once."""
+        instance = self._find(model)
+        if self._closed:
+            raise stopping(instance.subject)
+        instance.door.check()
+        return instance
 
     @staticmethod
     def _hold(instance: Instance, began: float, *, held: bool) -> Hold:
@@ -118,18 +125,20 @@ class Ingress:
             ) from None
 
     async def _send(
-        self, instance: Instance, request: InferenceRequest, deadline: float, allowed: float
+        self, instance: Instance, request: InferenceRequest, body: _Body, deadline: float, allowed: float
     ) -> aiohttp.ClientResponse:
         process, session = instance.process, instance.session
         if process is None or session is None:
             raise instance.door.refusal()
+        if process.gone:
+            raise _NotTakenError(process)
         try:
             async with asyncio.timeout_at(deadline):
                 return await session.request(
                     request.method,
                     f"http://model{request.path}",
                     headers=request.headers,
-                    data=request.body,
+                    data=body.content,
                     allow_redirects=False,
                 )
         except TimeoutError:
@@ -139,9 +148,21 @@ class Ingress:
             instance.door.abandon(process)
             raise
         except aiohttp.ClientConnectorError as error:
-            raise _NotSentError(process) from error
+            raise _NotTakenError(process) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise await instance.door.failure_of(process, error) from error
+            if _unread(error) and body.whole and await instance.door.has_ended(process):
+                raise _NotTakenError(process) from error
+            raise await self._failure(instance, process, error) from error
+
+    async def _failure(self, instance: Instance, process: ModelProcess, error: Exception) -> DispatchError:
+        """Why there is no answer, or no more of it."""
+        if self._closed and process.told_to_end:
+            return stopping(
+                instance.subject,
+                "the system is stopping, and the request did not end in the time that was left to it",
+                "send it again when the system is back; --drain of omni up and omni agent leaves requests more time",
+            )
+        return await instance.door.failure_of(process, error)
 
     @asynccontextmanager
     async def _received(
@@ -163,7 +184,7 @@ class Ingress:
                 except TimeoutError:
                     raise _overran(instance, allowed) from None
                 except (aiohttp.ClientError, OSError) as error:
-                    raise await instance.door.failure_of(process, error) from error
+                    raise await self._failure(instance, process, error) from error
                 if not chunk:
                     return
                 left -= len(chunk)
@@ -187,12 +208,69 @@ class Ingress:
                 instance.door.abandon(process)
 
 
-class _NotSentError(Exception):
-    """A process took no connection, so that nothing of the request has reached it."""
+class _NotTakenError(Exception):
+    """A process has ended before all of the request had reached it, so that it cannot have begun to work on it."""
 
     def __init__(self, process: ModelProcess) -> None:
         super().__init__()
         self.process = process
+
+
+class _Body:
+    """What is sent, so that it can be sent again: of an upload that which has come is kept, as far as it is small.
+
+    Args:
+        content: the whole body, or its chunks.
+    """
+
+    def __init__(self, content: bytes | AsyncIterator[bytes]) -> None:
+        self.content: bytes | AsyncIterable[bytes] = content
+        self.whole = True  # what is kept and what is still to come
+        if not isinstance(content, bytes):
+            self.content, self._coming = self, content
+            self._kept: list[bytes] = []
+            self._room = _KEPT_BYTES
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in tuple(self._kept):
+            yield chunk
+        while True:
+            try:
+                chunk = await anext(self._coming)
+            except StopAsyncIteration:
+                return
+            except BaseException:
+                self.whole = False
+                raise
+            self._keep(chunk)
+            yield chunk
+
+    def _keep(self, chunk: bytes) -> None:
+        self._room -= len(chunk)
+        if self._room < 0:
+            self.whole = False
+            self._kept.clear()
+        else:
+            self._kept.append(chunk)
+
+
+def _unread(error: Exception) -> bool:
+    """Whether a Unix socket was closed before what was sent on it had been read, which its kernel tells apart.
+
+    A reset is what follows unread bytes, a broken pipe a socket that was closed before them. Who has read all and
+    ends then without an answer just ends the connection.
+    """
+    causes = (error, error.__cause__)
+    return any(
+        isinstance(cause, ConnectionResetError | BrokenPipeError)
+        or (isinstance(cause, OSError) and cause.errno in {errno.ECONNRESET, errno.EPIPE})
+        for cause in causes
+    )
+
+
+def stopping(subject: str, problem: str = "the system is stopping", cure: str = "try again later") -> DispatchError:
+    """What a stopping system says to whoever asks a model of it."""
+    return DispatchError(subject, problem, cure, reason=Reason.DRAINING, status=503, retry_after_seconds=5)
 
 
 def _overran(instance: Instance, allowed: float) -> DispatchError:

@@ -54,7 +54,7 @@ class Orders:
             async with asyncio.timeout(deadline_seconds):
                 await waiter.admitted
         except TimeoutError:
-            reason = self._reason(instance.name) or instance.message
+            reason = self._reason(instance.name) or f"it waits for {instance.door.waiting_for()}"
             raise DispatchError(
                 instance.subject,
                 f"it was not resident after {deadline_seconds:g} s: {reason}",

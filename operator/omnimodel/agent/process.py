@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnimodel.agent.ending import signal_name, status_by_pidfd
+from omnimodel.agent.journal import has_ended
 from omnimodel.agent.limits import Group
 from omnimodel.agent.output import Output
 from omnimodel.agent.private import PrivateMemory
@@ -152,6 +153,16 @@ class ModelProcess:
     def exited(self) -> asyncio.Future[ProcessExit]:
         """Done when it has ended; a cancelled waiter does not cancel it."""
         return asyncio.shield(self._exited)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the kernel says at this moment that it has ended; `exited` follows."""
+        return self._dead.is_set() or has_ended(self._pidfd)
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether the agent has stopped or killed it."""
+        return self._stopping or self._killed
 
     @property
     def released(self) -> asyncio.Future[None]:
@@ -322,6 +333,8 @@ class ModelProcess:
             self._watcher.cancel()
         status = await self._status()
         await asyncio.to_thread(self._kill_children)
+        if self.listener is not None:  # nobody will take the connections that wait there: whoever made them is told
+            self.listener.close()
         await asyncio.wait([self._reader, self.output.ended], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
         reason = self._reason(status)
