@@ -47,10 +47,14 @@ def test_two_models_with_one_served_name_are_told_with_file_and_line(folder: Pat
     write_model(folder, "bee", extra="servedNames: [gpt]")
     done = run("validate", folder, "-o", "json")
     assert done.exit_code == 2
-    (error,) = json.loads(done.stdout)["items"]
-    assert error["reason"] == "NameTaken"
-    assert error["file"].endswith("bee.yaml")
-    assert "default/ant" in error["message"]
+    errors = json.loads(done.stdout)["items"]
+    ant, bee = (f"{folder / name}.yaml:1" for name in ("ant", "bee"))
+    both = f'2 models have the served name "gpt": default/ant ({ant}) and default/bee ({bee}); only the oldest gets it'
+    assert [(error["reason"], f"{error['file']}:{error['line']}") for error in errors] == [
+        ("NameTaken", ant),
+        ("NameTaken", bee),
+    ]
+    assert {error["problem"] for error in errors} == {both}, "a file has no age: neither is to blame"
 
 
 def test_what_is_counted_is_one_or_several(folder: Path) -> None:

@@ -10,7 +10,7 @@ import click
 
 from omnimodel.cli import output
 from omnimodel.cli.exits import ExitCode
-from omnimodel.errors import ManifestError, Reason
+from omnimodel.errors import CURES, ManifestError, Reason
 
 paths_argument = click.argument(
     "paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="PATH..."
@@ -54,12 +54,25 @@ def _across(catalog: Any) -> Iterator[ManifestError]:
     from omnimodel.controllers.local_snapshot import Snapshot, decide
 
     desired = decide(Snapshot(catalog, {}, {}, "", None))
+    places = {model.key: catalog.places.get(("OmniModel", *model.key.split("/")), "") for model in desired.models}
+    wanting: dict[str, list[str]] = {}
     for model in desired.models:
-        file, _, line = catalog.places.get(("OmniModel", *model.key.split("/")), "").rpartition(":")
+        for name in dict.fromkeys(model.names):
+            wanting.setdefault(name, []).append(model.key)
+    for model in desired.models:
+        file, _, line = places[model.key].rpartition(":")
         at: dict[str, Any] = {"file": file, "line": int(line or 0)}
-        for reason, message in desired.notes.get(model.key, ()):
-            if reason == Reason.NAME_TAKEN:
-                yield ManifestError(model.subject, message, field="spec.servedNames", reason=Reason.NAME_TAKEN, **at)
+        for name in dict.fromkeys(model.names):
+            if len(wanting[name]) > 1:  # a folder does not say which of them is older
+                yield ManifestError(
+                    model.subject,
+                    f'{len(wanting[name])} models have the served name "{name}": '
+                    f"{' and '.join(f'{key} ({places[key]})' for key in wanting[name])}; only the oldest gets it",
+                    CURES[Reason.NAME_TAKEN],
+                    field="spec.servedNames",
+                    reason=Reason.NAME_TAKEN,
+                    **at,
+                )
         refusal = desired.refused.get(model.key)
         if refusal is None or refusal.reason in {Reason.SUSPENDED, Reason.NAME_TAKEN}:
             continue
