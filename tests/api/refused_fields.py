@@ -33,6 +33,11 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"keepResident": True},
         ["keepResident: is an unknown field; did you mean spec.residency.keepResident?"],
     ),
+    (
+        "stripParams",
+        {"stripParams": "top_k"},
+        ["stripParams: is an unknown field; remove it: taking fields out of a request is not in this version"],
+    ),
     ("checks", {"checks": []}, ["checks: is an unknown field; remove it: there are no checks beside spec.probe yet"]),
     (
         "memoryFraction",
