@@ -253,6 +253,8 @@ async def test_a_batch_larger_than_the_cache_is_answered_all_the_same(published,
     assert answers == expected
     status, answer = await child.post("/v1/chat/completions", chat("long " * 300))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer = await child.post("/v1/completions", {"prompt": list(range(150)), "max_tokens": 60})
+    assert "the prompt takes 150 of them and max_tokens asks for 60 more" in answer["error"]["message"]
     assert await text_of(child, bodies[0]) == expected[0]
 
 
@@ -261,10 +263,12 @@ async def test_limits_of_tokens_are_kept_and_told(published, source):
     child = await published("smollm2", generation(limits=limits), source)
     status, answer = await child.post("/v1/completions", {"prompt": list(range(65)), "max_tokens": 1})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert answer["error"]["message"] == "The prompt have 65 tokens, this model takes at most 64"
+    assert answer["error"]["message"] == "The prompt has 65 tokens, this model takes at most 64"
     status, answer = await child.post("/v1/chat/completions", chat(max_tokens=9))
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
     assert "9 is more than the 8 allowed here" in answer["error"]["message"]
+    status, answer = await child.post("/v1/chat/completions", chat("long " * 100))
+    assert (status, answer["error"]["message"][:18]) == (400, "The messages have ")
     asked = {"prompt": list(range(64)), "ignore_eos": True}
     status, answer = await child.post("/v1/completions", asked)
     assert (status, answer["usage"]["completion_tokens"]) == (200, 8), "as many as are allowed when none are asked for"

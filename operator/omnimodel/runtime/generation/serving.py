@@ -151,7 +151,7 @@ class TextGeneration:
             RequestError: prompt and answer do not fit.
         """
         defaults = self._defaults
-        place = "messages" if ask.chat else "prompt"
+        takes = "messages take" if ask.chat else "prompt takes"
         if any(token >= self._vocabulary for token in ask.sampling.bias):
             raise invalid("logit_bias", f"the model has {self._vocabulary} tokens")
         if prompt_tokens > self._most_prompt_tokens:
@@ -163,7 +163,7 @@ class TextGeneration:
             raise invalid("max_tokens", f"{ask.new_tokens} is more than the {defaults.new_tokens_limit} allowed here")
         if ask.new_tokens > room:
             raise RequestError(
-                f"This model's context has {defaults.context_tokens} tokens; the {place} take {prompt_tokens} of them "
+                f"This model's context has {defaults.context_tokens} tokens; the {takes} {prompt_tokens} of them "
                 f"and max_tokens asks for {ask.new_tokens} more",
                 param="max_tokens",
                 code="context_length_exceeded",
@@ -176,8 +176,9 @@ class TextGeneration:
 
     def _too_long(self, ask: chat.Ask, tokens: str) -> RequestError:
         place = "messages" if ask.chat else "prompt"
+        have = "have" if ask.chat else "has"
         return RequestError(
-            f"The {place} have {tokens} tokens, this model takes at most {self._most_prompt_tokens}",
+            f"The {place} {have} {tokens} tokens, this model takes at most {self._most_prompt_tokens}",
             param=place,
             code="context_length_exceeded",
         )
