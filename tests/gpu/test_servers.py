@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -300,6 +301,29 @@ async def test_a_server_that_takes_more_than_it_was_granted_does_not_serve(world
     assert (report.phase, report.ready, report.reason) == ("failed", False, "OutOfMemory")
     assert "its server holds 80.00 MiB of the device, of 64.00 MiB granted" in report.message
     await world.until(lambda: not world.ledger.device.held_bytes("default/greedy"), "its bytes are free")
+
+
+async def test_nobody_is_let_in_to_a_server_that_is_still_being_measured(world, monkeypatch):
+    await world.apply()  # which opens the device
+    meter = world.broker.memory.device.meter
+    ask_driver, asked, answers = meter.process_bytes, threading.Event(), threading.Event()
+
+    def process_bytes():
+        asked.set()
+        assert answers.wait(60)
+        return ask_driver()
+
+    monkeypatch.setattr(meter, "process_bytes", process_bytes)
+    try:
+        await world.apply(server(world, "slowly", fault="greedy"), wait=False)
+        instance = world.instance("slowly")
+        await world.until(lambda: instance.resident and asked.is_set(), "the driver is asked what it holds")
+        instance.door.admit()
+        assert (instance.line.in_flight, instance.verified) == (0, False)
+    finally:
+        answers.set()
+    await world.until(lambda: world.report("slowly").phase == "failed", "it does not serve")
+    assert world.report("slowly").reason == "OutOfMemory"
 
 
 async def test_what_the_system_tells_a_server_by_is_no_business_of_clients(world):

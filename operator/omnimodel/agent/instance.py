@@ -122,7 +122,7 @@ class Instance:
         self.leaving = False
         self.freezing = False
         self.reserved = False
-        self.proving = False  # it is asked its known answer after a wake
+        self.proving = False  # it was woken, and is asked its known answer or measured before anybody is let in
         self.hung = False  # killed, and not seen to be gone: what it holds stays its own
         self.blocked = ""
         self.removed = ""

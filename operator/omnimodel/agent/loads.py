@@ -148,19 +148,20 @@ class Loads:
     async def _map(
         self, instance: Instance, frames: tuple[Frame, ...], copy_seconds: float, fence_base: int | None
     ) -> None:
-        """Let the process map its frames, and prove that it can compute with what is in them.
+        """Let the process map its frames, and prove that it can compute with what is in them; nobody is let in before.
 
         Raises:
             OmniError: it cannot; its process is to be killed.
         """
         if self._memory.device.on_host:
             self._memory.ledger.host.give_back(instance.name, Kind.PROCESS)
-        instance.proving, slept, process = proves_wakes(instance), instance.asleep, instance.process
+        proves, measures = proves_wakes(instance), servers.serves(instance, self._memory)
+        instance.proving, slept, process = proves or measures, instance.asleep, instance.process
         try:
             await instance.wake(frames, copy_seconds, fence_base)
-            if process is not None and servers.serves(instance, self._memory):
+            if process is not None and measures:
                 await servers.check_woken(instance, process, self._memory)
-            if instance.proving:
+            if proves:
                 await prove(instance)
         except OmniError as error:
             if slept:
