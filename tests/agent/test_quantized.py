@@ -53,17 +53,24 @@ def manifest(world: World, name: str, source, quantization: str, handler: str = 
     return found
 
 
-async def test_an_image_of_eight_bits_is_stored_woken_and_accounted_for(world, layers):
-    await world.apply(manifest(world, "dense", layers, "none"), manifest(world, "small", layers, "int8"))
+SIZES = {  # values, and scales of 4 bytes with zero points of one: of a row, or of every 32
+    "int8": (LAYERS * WIDE * WIDE, LAYERS * WIDE * (4 + 1)),
+    "int4": (LAYERS * WIDE * WIDE // 2, LAYERS * WIDE * WIDE // 32 * (4 + 1)),
+}
+
+
+@pytest.mark.parametrize(("form", "error"), [("int8", 0.02), ("int4", 0.05)])
+async def test_an_image_of_fewer_bits_is_stored_woken_and_accounted_for(world, layers, form, error):
+    await world.apply(manifest(world, "dense", layers, "none"), manifest(world, "small", layers, form))
     reports = {name: world.report(name) for name in ("dense", "small")}
     assert all(report.ready for report in reports.values()), reports
     instances = {name: world.instance(name) for name in reports}
     assert instances["dense"].prepared.image.path != instances["small"].prepared.image.path
     assert reports["dense"].weights_bytes == LAYERS * WIDE * WIDE * 4
-    values, scales = LAYERS * WIDE * WIDE, LAYERS * WIDE * (4 + 1)  # a row has a scale of 4 bytes and a zero of one
+    values, scales = SIZES[form]
     assert values + scales <= reports["small"].weights_bytes < values + scales + 4096
     said = await world.ask("small")
-    assert said == pytest.approx(await world.ask("dense"), rel=0.02)
+    assert said == pytest.approx(await world.ask("dense"), rel=error)
     for _ in range(3):
         await world.agent.evict("default", "small", 60)
         assert world.report("small").tier != "resident"

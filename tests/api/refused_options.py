@@ -1,4 +1,4 @@
-"""What an engine would ignore: options, types and limits that nobody reads, and what is not in this version."""
+"""What an engine would ignore: options, types and limits that nobody reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from api.builders import COMMAND, LLAMACPP, SGLANG, TRANSFORMERS, VLLM
 
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
-        "quantization int4",
-        {"runtime": {**TRANSFORMERS, "quantization": "int4"}},
-        [
-            "runtime.quantization: 'int4': is not in this version; write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file"
-        ],
-    ),
-    (
         "quantization Q4_K_M",
         {"runtime": {**TRANSFORMERS, "quantization": "Q4_K_M"}},
-        ["runtime.quantization: 'Q4_K_M': is none of the possible words; write none, int8 or fp8"],
+        ["runtime.quantization: 'Q4_K_M': is none of the possible words; write none, int8, fp8 or int4"],
     ),
     (
         "quantization llamacpp",

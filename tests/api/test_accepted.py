@@ -32,6 +32,7 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("a type for whoever picks it", {"runtime": {**LLAMACPP, "dtype": "auto"}}),
     ("weights of eight bits", {"runtime__quantization": "int8"}),
     ("weights of eight bits with a point", {"runtime__quantization": "fp8", "runtime__dtype": "float16"}),
+    ("weights of four bits", {"runtime__quantization": "int4"}),
     ("no other weights than the file's", {"runtime": {**LLAMACPP, "quantization": "none"}}),
     ("every option of a text generation", {"runtime": {**TRANSFORMERS, "options": {"contextTokens": 4096, "maxNewTokens": 256, "maxBatch": 8, "temperature": 0, "topP": 0.9, "topK": 40}}}),
     ("limits of a text generation", {"runtime": TRANSFORMERS, "limits": {"inputTokens": 4096, "outputTokens": 512}}),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import quantize_
 
 from omnimodel.errors import ImageError, OmniError, Reason
 from omnimodel.memory.devices.host_window import HostWindow
@@ -18,11 +18,11 @@ from omnimodel.memory.image import Index, read_index
 from omnimodel.protocol.process import Evict
 from omnimodel.runtime import publishing
 from omnimodel.runtime.binding import bind, tensors_in_order
-from omnimodel.runtime.quantization import FORMATS
+from omnimodel.runtime.four_bits import GROUP
+from omnimodel.runtime.quantization import FORMATS, config, split
 from omnimodel.runtime.sdk import Model
 from runtime.children import FRAME_BYTES, CommandFailed, handler, spec
 
-CONFIGS = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,13 +32,13 @@ class Several(nn.Module):
     def __init__(self, dtype=torch.float32) -> None:
         super().__init__()
         made = {"dtype": dtype}
-        self.words = nn.Embedding(11, 24, **made)
-        self.up, self.down = nn.Linear(24, 40, **made), nn.Linear(40, 24, bias=False, **made)
-        self.conv, self.norm = nn.Conv1d(24, 24, 3, padding=1, **made), nn.LayerNorm(24, **made)
-        self.attention = nn.MultiheadAttention(24, 3, batch_first=True, **made)
-        self.recurrent = nn.GRU(24, 24, batch_first=True, **made)
-        self.block = nn.TransformerEncoderLayer(24, 3, 40, batch_first=True, dropout=0.0, **made)
-        self.head = nn.Linear(24, 11, bias=False, **made)
+        self.words = nn.Embedding(11, 32, **made)
+        self.up, self.down = nn.Linear(32, 64, **made), nn.Linear(64, 32, bias=False, **made)
+        self.conv, self.norm = nn.Conv1d(32, 32, 3, padding=1, **made), nn.LayerNorm(32, **made)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, **made)
+        self.recurrent = nn.GRU(32, 32, batch_first=True, **made)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0, **made)
+        self.head = nn.Linear(32, 11, bias=False, **made)
         self.head.weight = self.words.weight
         self.register_buffer("scale", torch.ones((), **made))
 
@@ -51,6 +51,7 @@ class Several(nn.Module):
 
 
 QUANTIZED = {"up", "down", "block.linear1", "block.linear2"}
+SCALES = {"int8": 1, "fp8": 1, "int4": 32 // GROUP}  # of a row of `up`
 
 
 def publish(folder, module, form, *, cast=None):
@@ -117,7 +118,7 @@ def in_memory(module, form, names=None):
     other = copy.deepcopy(module).eval()
     quantize_(
         other,
-        CONFIGS[form](set_inductor_config=False),
+        config(form),
         filter_fn=lambda part, name: isinstance(part, nn.Linear) and (names is None or name in names),
     )
     return other
@@ -139,16 +140,18 @@ def test_a_bound_module_computes_what_the_quantized_one_does_in_memory(form, dty
             assert torch.equal(served.module(ids), right)
             served.evict()
     assert not torch.equal(right, dense)
-    assert torch.nn.functional.cosine_similarity(right.float().flatten(), dense.float().flatten(), dim=0) > 0.99
+    near = torch.nn.functional.cosine_similarity(right.float().flatten(), dense.float().flatten(), dim=0)
+    assert near > (0.98 if form == "int4" else 0.99)
     assert set(index.metadata["quantization"]["weights"]) == {f"{name}.weight" for name in QUANTIZED}
     named = {name: tensor for tensor in index.tensors for name in tensor.names}
     assert named["words.weight"] is named["head.weight"]
-    assert named["up.weight#qdata"].shape == (40, 24)
-    assert named["up.weight#qdata"].bytes == 40 * 24
-    assert named["up.weight#scale"].shape == (40, 1)
+    assert named["up.weight#qdata"].bytes == 64 * 32 // (2 if form == "int4" else 1)
+    assert named["up.weight#scale"].shape == (64, SCALES[form])
     assert "up.weight" not in named
     assert named["up.bias"].dtype == named["attention.out_proj.weight"].dtype == str(dtype).removeprefix("torch.")
     assert served.module.head.weight is served.module.words.weight
+    for part in split(served.module.up.weight).values():  # in frames, and nowhere else
+        assert 0 <= part.data_ptr() - served.window.address < served.index.bytes
     assert ("up.weight",) in {
         names for names, _ in tensors_in_order(served.module)
     }  # no other of its size is tied to it
@@ -168,6 +171,7 @@ def test_a_layer_of_any_size_comes_back_as_it_was_quantized(
     tmp_path_factory, bound, form, dtype, outer, inner, bias, magnitude, seed
 ):
     torch.manual_seed(seed)
+    inner = GROUP * (inner % 3 + 1) if form == "int4" else inner
     layer = nn.Linear(inner, outer, bias=bias, dtype=dtype)
     with torch.no_grad():
         layer.weight.mul_(magnitude)
@@ -203,16 +207,50 @@ def test_weights_are_cast_before_they_are_quantized(tmp_path, bound):
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_weight_with_a_row_that_cannot_be_scaled_stays_as_it_is(form, row, tmp_path, bound):
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
+    module = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     with torch.no_grad():
         module[0].weight[7] = row
     index = publish(tmp_path, module, form)
     expected = ["1.weight"] if form == "fp8" or row == torch.inf else ["0.weight", "1.weight"]
     assert list(index.metadata["quantization"]["weights"]) == expected
-    served = bound(tmp_path, lambda: nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
+    served = bound(tmp_path, lambda: nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)))
     served.wake()
     with torch.inference_mode():
-        assert served.module[0](torch.zeros(1, 24)).isfinite().all() or row == torch.inf
+        assert served.module[0](torch.zeros(1, 32)).isfinite().all() or row == torch.inf
+
+
+def test_a_layer_whose_rows_are_no_whole_groups_stays_as_it_is(tmp_path, bound):
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 48))
+    index = publish(tmp_path, module, "int4")
+    assert list(index.metadata["quantization"]["weights"]) == ["1.weight"]
+    served = bound(tmp_path, lambda: nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 48)))
+    served.wake()
+    x = torch.randn(3, 48)
+    with torch.inference_mode():
+        assert torch.equal(served.module(x), in_memory(module, "int4", {"1"})(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_four_bits_take_four_bits_and_what_their_groups_have(dtype, tmp_path):
+    index = publish(tmp_path, nn.Linear(256, 512, bias=False, dtype=dtype), "int4")
+    assert index.weights_bytes == 256 * 512 // 2 + 256 * 512 // GROUP * (dtype.itemsize + 1)
+
+
+def test_a_weight_of_four_bits_that_a_handler_reads_is_what_its_layer_computes_with(tmp_path, bound):
+    torch.manual_seed(3)
+    layer = nn.Linear(64, 48)
+    publish(tmp_path, layer, "int4")
+    served = bound(tmp_path, lambda: nn.Linear(64, 48))
+    served.wake()
+    dense, weight = in_memory(layer, "int4").weight.dequantize(), served.module.weight
+    x = torch.randn(3, 64)
+    assert torch.equal(x @ weight.T, x @ dense.T)
+    assert torch.equal(weight[5:7], dense[5:7])
+    assert torch.equal(weight.to(torch.float16), dense.to(torch.float16))
+    assert (weight.dtype, weight.shape) == (dense.dtype, dense.shape)
+    with pytest.raises(NotImplementedError, match="cannot be changed"):
+        weight.mul_(2)
 
 
 # What is refused
@@ -225,6 +263,11 @@ def test_a_model_without_linear_layers_of_its_own_is_refused(tmp_path):
         assert found.value.reason is Reason.INVALID_MANIFEST
         assert "remove runtime.quantization" in str(found.value)
         assert not (tmp_path / str(number) / "index.json").exists()
+
+
+def test_a_model_without_whole_groups_is_refused_four_bits(tmp_path):
+    with pytest.raises(OmniError, match=r"runtime\.quantization is int4.*rows of a multiple of 32"):
+        publish(tmp_path, nn.Linear(48, 90), "int4")
 
 
 def tampered(index: Index, change) -> Index:
@@ -255,6 +298,19 @@ def test_an_index_that_says_something_else_than_its_module_is_refused(change, pr
     window = HostWindow(1, FRAME_BYTES)
     with pytest.raises(ImageError, match=problem):
         bind("OmniModel default/tiny", module, index, window)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_an_index_that_says_four_bits_of_what_has_none_is_refused(name, tmp_path):
+    def change(said, tensors):
+        said.update(format="int4", weights={name: "float32"})
+        return [tensor for tensor in tensors if not tensor.names[0].startswith("weight#")]
+
+    index = tampered(publish(tmp_path, nn.Linear(24, 40), "int8"), change)
+    with torch.device("meta"):
+        module = nn.Linear(24, 40)
+    with pytest.raises(ImageError, match=f"other parts of {name} than int4"):
+        bind("OmniModel default/tiny", module, index, HostWindow(1, FRAME_BYTES))
 
 
 # In processes
@@ -314,7 +370,7 @@ async def test_a_handler_s_layer_is_quantized_when_it_is_published(form, serving
     with torch.inference_mode():
         expected = in_memory(layer.to(torch.bfloat16), form)(x).float().flatten().tolist()
     for _ in range(2):
-        assert await ask(child, "tiny") == {"y": expected, "imported": [True]}
+        assert await ask(child, "tiny") == {"y": expected, "imported": [form != "int4"]}
         await frames.evict(child, child.frames)
         child.frames = await frames.wake(child)
     index = read_index(tmp_path / "image-tiny")
@@ -327,14 +383,16 @@ async def test_who_does_not_quantize_does_without_the_library(serving, layer):
 
 
 async def test_a_format_that_does_not_run_here_is_refused(new_child, layer, tmp_path):
-    with pytest.raises(CommandFailed, match="no quantization int4") as found:
+    with pytest.raises(CommandFailed, match="no quantization int2") as found:
         await new_child().publish(
-            spec("tiny", handler=handler(LAYER), quantization="int4"), tmp_path, tmp_path / "image"
+            spec("tiny", handler=handler(LAYER), quantization="int2"), tmp_path, tmp_path / "image"
         )
     assert found.value.reply.reason == Reason.INVALID_MANIFEST
 
 
 # Real models
+
+BITS = {"int8": 8, "fp8": 8, "int4": 4 + (16 + 8) / GROUP}  # of a quantized weight in bfloat16; rows' scales left out
 
 
 @pytest.mark.models
@@ -352,7 +410,7 @@ async def test_minilm_s_embeddings_hardly_change(form, published, package, recor
         vectors[key] = torch.tensor([entry["embedding"] for entry in answer["data"]])
     near = (vectors["none"] * vectors[form]).sum(1)
     record_property("cosine", near.tolist())
-    assert near.min() > 0.99
+    assert near.min() > (0.95 if form == "int4" else 0.99)
     assert vectors[form][0] @ vectors[form][1] > 0.6
     assert vectors[form][0] @ vectors[form][2] < 0.2
 
@@ -378,8 +436,7 @@ async def test_smollm2_says_the_same_from_fewer_bytes_before_and_after_it_was_ev
     assert "Paris" in texts["none"]
     assert "Paris" in texts[form]
     # 28.3 of its 134.5 million weights are the embedding, which is the output layer, too, and stays.
-    assert sizes[form] / sizes["none"] == pytest.approx((28.3 * 2 + 106.2) / (134.5 * 2), abs=0.01)
-    assert sizes[form] / sizes["none"] < 0.62
+    assert sizes[form] / sizes["none"] == pytest.approx((28.3 * 2 + 106.2 * BITS[form] / 8) / (134.5 * 2), abs=0.01)
     for _ in range(2):
         await frames.evict(child, child.frames)
         child.frames = await frames.wake(child)
@@ -401,5 +458,9 @@ def test_smollm2_s_next_tokens_hardly_change(form, package, record_property):
     with torch.inference_mode():
         expected, found = dense(ids).logits[0], in_memory(dense, form, layers)(ids).logits[0]
     near = torch.nn.functional.cosine_similarity(expected, found, dim=-1)
+    away = torch.nn.functional.kl_div(
+        found.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
     record_property("cosine", (near.min().item(), near.mean().item()))
-    assert near.mean() > 0.99
+    record_property("divergence", away.item())
+    assert away < (1.0 if form == "int4" else 0.1)  # nats; four bits are few for so small a model

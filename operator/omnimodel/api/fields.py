@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,7 +14,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from omnimodel.quantity import QuantityError
 
 REFUSAL = "omni"  # the type of errors that already have a problem and a cure
-NOT_YET = "is not in this version"
 LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 SERVED_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
 PATH_LIMIT = 1024
@@ -39,12 +38,10 @@ class Checked:
     Args:
         check: returns the value, or raises `QuantityError` or a refusal.
         schema: of the field in a CRD.
-        later: words of the schema that this version refuses.
     """
 
     check: Callable[[Any], Any]
     schema: Mapping[str, Any]
-    later: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._run)
@@ -157,32 +154,20 @@ def _cure(cure: str | Callable[[str], str], value: str) -> str:
     return cure if isinstance(cure, str) else cure(value)
 
 
-def choice(*words: str, later: Sequence[str] = (), instead: str = "") -> Checked:
-    """One of these words, in this case.
-
-    Args:
-        words: that are possible.
-        later: words that a later version will know, which are refused with a sentence of their own.
-        instead: what to write instead of one of those.
-    """
+def choice(*words: str) -> Checked:
+    """One of these words, in this case."""
     listing = " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
-    folded = {_folded(word): word for word in (*words, *later)}
+    folded = {_folded(word): word for word in words}
 
     def check(value: Any) -> str:
         if value in words and isinstance(value, str):
             return value
         near = folded.get(_folded(str(value)))
-        if near in later:
-            raise refusal(NOT_YET, instead)
         if near:
             raise refusal("is in the wrong case or spelling", f"write {near}; possible are {listing}")
         raise refusal("is none of the possible words", f"write {listing}")
 
-    schema: dict[str, Any] = {"type": "string", "enum": [*words, *later]}
-    if later:  # they are in the schema so that the refusal is this sentence
-        rule = f"!(self in [{', '.join(repr(word) for word in later)}])"
-        schema |= {"maxLength": 32, "x-kubernetes-validations": [cel(rule, NOT_YET, instead)]}
-    return Checked(check, schema, tuple(later))
+    return Checked(check, {"type": "string", "enum": [*words]})
 
 
 def _folded(word: str) -> str:

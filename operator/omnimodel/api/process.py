@@ -94,7 +94,7 @@ class ProcessSpec(Part):
     working_dir: str = Field(description="Empty for the root of the sandbox.")
     health_path: str = Field(description="Answers 200 when the engine can serve; empty when not asked.")
     dtype: str = Field(description="auto, float32, bfloat16 or float16.")
-    quantization: str = Field(description="none, int8 or fp8.")
+    quantization: str = Field(description="none, int8, fp8 or int4.")
     threads: int = Field(description="Of one forward pass; 0 for auto.")
     options: dict[str, Any] = Field(description="Of the engine.")
     mounts: list[dict[str, Any]] = Field(description="As in the manifest; volumes, config maps and sizes resolved.")

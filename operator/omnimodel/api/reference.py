@@ -206,7 +206,7 @@ def _type(annotation: Any, metadata: Iterable[Any]) -> str:
 def _checked(checked: Checked) -> str:
     schema = checked.schema
     if "enum" in schema:
-        return ", ".join(f"`{word}`" for word in schema["enum"] if word not in checked.later)
+        return ", ".join(f"`{word}`" for word in schema["enum"])
     rules = json.dumps(schema.get("x-kubernetes-validations", []))
     if schema.get("x-kubernetes-int-or-string"):
         if "quantity(" in rules:

@@ -249,19 +249,10 @@ class Runtime(Part):
         description="For engines transformers and python: type of the weights on the device; auto asks the machine.",
         examples=["bfloat16"],
     )
-    quantization: Annotated[
-        Literal["none", "int8", "fp8"],
-        choice(
-            "none",
-            "int8",
-            "fp8",
-            later=("int4",),
-            instead="write int8 or fp8; four bits a weight has engine llamacpp with such a GGUF file",
-        ),
-    ] = Field(
+    quantization: Annotated[Literal["none", "int8", "fp8", "int4"], choice("none", "int8", "fp8", "int4")] = Field(
         default="none",
-        description="For engines transformers and python: 8 bits a weight of linear layers, in the store and on the "
-        "device; they compute in dtype. On a processor `int8` is the faster one.",
+        description="For engines transformers and python: 8 bits a weight of linear layers, or 4 and a scale for every "
+        "32, in the store and on the device; they compute in dtype. On a processor `int8` is the fastest one.",
         examples=["int8"],
     )
     threads: ThreadCount = Field(

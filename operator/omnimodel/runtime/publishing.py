@@ -19,6 +19,7 @@ from omnimodel.errors import ImageError, OmniError, Reason
 from omnimodel.memory.devices.processor import computes_bfloat16
 from omnimodel.memory.image import ImageWriter, Index
 from omnimodel.runtime.binding import plain_tensors, tensors_in_order
+from omnimodel.runtime.four_bits import GROUP
 from omnimodel.runtime.handlers import HandlerError, calling
 from omnimodel.runtime.quantization import Quantization, part_name, quantized, scaled, split, suits
 from omnimodel.runtime.sdk import Model, Source
@@ -118,7 +119,8 @@ def _pack(
     if weights:
         writer.metadata |= Quantization(form, weights).to_metadata()
     elif form:
-        raise _nothing_to_quantize(subject, form, "no linear layer has a weight of its own that suits it")
+        needs = f" (int4 needs rows of a multiple of {GROUP})" if form == "int4" else ""
+        raise _nothing_to_quantize(subject, form, f"no linear layer has a weight of its own that suits it{needs}")
 
 
 def _quantized(
@@ -126,7 +128,7 @@ def _quantized(
 ) -> dict[str, torch.Tensor]:
     """The parts of a linear layer's weight that no other part of the module uses; nothing of what stays as it is."""
     prefix, _, leaf = names[0].rpartition(".")
-    if len(names) > 1 or leaf != "weight" or not suits(module.get_submodule(prefix), values):
+    if len(names) > 1 or leaf != "weight" or not suits(module.get_submodule(prefix), values, form):
         return {}
     parts = split(quantized(values, form))
     return parts if scaled(parts) else {}

@@ -1,9 +1,10 @@
 """Weight-only quantization: weights of linear layers in fewer bits, in the image, in the frames and on the way to both.
 
-The torchao library makes such a weight one tensor of several plain ones: values of few bits, and a scale a row. An
-image holds these parts as tensors of their own, `NAME#PART`, and its metadata say which weights are quantized, how, and
-in which dtype their layer computes. To serve it, the library tells on the meta device what the parts of such a weight
-must be, and puts it together from views of them: nothing but values comes out of an image.
+The torchao library makes such a weight one tensor of several plain ones: values of few bits, and scales. An image holds
+these parts as tensors of their own, `NAME#PART`, and its metadata say which weights are quantized, how, and in which
+dtype their layer computes. To serve it, the library tells on the meta device what the parts of such a weight must be,
+and puts it together from views of them: nothing but values comes out of an image. Weights of four bits are put together
+by `four_bits` instead.
 
 The library is imported when a model needs it, in that model's process.
 """
@@ -18,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnimodel.errors import ImageError
+from omnimodel.runtime.four_bits import GROUP, PackedWeight, fits
 
 if TYPE_CHECKING:
     from omnimodel.memory.image import Index
 
-FORMATS = ("int8", "fp8")
+FORMATS = ("int8", "fp8", "int4")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009  (its stubs do not have it)
 _KEY = "quantization"  # in an index's metadata
 _MARK = "#"  # between the name of a weight and that of its part
 _LEAST_COLUMNS = 16  # a shorter row hardly gets smaller with its scale, and one of a single weight the library cannot
@@ -90,34 +93,50 @@ class Quantization:
             if name not in built:
                 raise ImageError(subject, f"its image has a weight {name}, but build() makes none", _CURE)
             like = _empty(built[name].shape, dtype, self.format)
-            if _kinds(parts[name]) != _kinds(split(like)):
+            if like is None or _kinds(parts[name]) != _kinds(split(like)):
                 raise ImageError(subject, f"its image has other parts of {name} than {self.format} needs", _CURE)
             _, how = like.__tensor_flatten__()
             yield (name,), type(like).__tensor_unflatten__(parts[name], how, like.shape, like.stride())
 
 
-def suits(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
+def suits(layer: torch.nn.Module, weight: torch.Tensor, form: str) -> bool:
     """Whether a module's `weight` can be quantized: a plain linear layer's; what is derived may use it otherwise."""
     if type(layer) is not torch.nn.Linear or weight.dtype not in _DTYPES.values():
         return False
     rows, columns = weight.shape
-    return rows > 0 and columns >= _LEAST_COLUMNS
+    return fits(weight.shape) if form == "int4" else rows > 0 and columns >= _LEAST_COLUMNS
 
 
 def quantized(weight: torch.Tensor, form: str) -> torch.Tensor:
-    """A linear layer's weight, quantized row by row.
+    """A linear layer's weight, quantized row by row, or in groups of a row.
 
     Args:
         weight: as the layer has it; on the meta device only the shapes of the parts are worked out.
         form: one of `FORMATS`.
     """
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import quantize_
 
-    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[form]
     layer = torch.nn.Linear(1, 1, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    quantize_(layer, config(set_inductor_config=False))  # which would change how precisely all others compute, too
-    return layer.weight
+    quantize_(layer, config(form))
+    made: Any = layer.weight
+    return PackedWeight.packed(made.qdata, made.scale, made.zero_point) if form == "int4" else made
+
+
+def config(form: str) -> Any:
+    """What the library is told of a format."""
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerGroup,
+    )
+
+    if form == "int4":
+        return IntxWeightOnlyConfig(_INT4, PerGroup(GROUP), MappingType.ASYMMETRIC)
+    made = Int8WeightOnlyConfig if form == "int8" else Float8WeightOnlyConfig
+    return made(set_inductor_config=False)  # which would change how precisely all others compute, too
 
 
 def split(weight: Any) -> dict[str, torch.Tensor]:
@@ -127,7 +146,7 @@ def split(weight: Any) -> dict[str, torch.Tensor]:
 
 
 def scaled(parts: Mapping[str, torch.Tensor]) -> bool:
-    """Whether every row got a scale: fp8 has none for (almost) zeros, nothing for infinity: both become NaN."""
+    """Whether all got a scale: a row of fp8 has none for (almost) zeros, nothing for infinity: both become NaN."""
     scale = parts["scale"]
     return bool((scale.isfinite() & (scale > 0)).all())
 
@@ -139,7 +158,12 @@ def part_name(name: str, part: str) -> str:
 
 @cache
 def _empty(shape: torch.Size, dtype: torch.dtype, form: str) -> Any:
-    """A quantized weight without values; layers of one size share it, for to work it out takes milliseconds."""
+    """A quantized weight without values, None where the format has none of that shape.
+
+    Layers of one size share it, for to work it out takes milliseconds.
+    """
+    if form == "int4":
+        return PackedWeight.empty(shape, dtype) if fits(shape) else None
     return quantized(torch.empty(shape, dtype=dtype, device="meta"), form)
 
 
