@@ -38,6 +38,18 @@ async def test_the_time_of_the_computation_is_no_waiting(world):
     assert 0 < hold.wake_seconds <= hold.waited_seconds
 
 
+async def test_a_wrong_body_wakes_the_model_that_refuses_it(world):
+    await world.apply(world.manifest("m1", seed=1))
+    await world.agent.evict("default", "m1", 10)
+    wakes = world.report("m1").wakes
+    headers = {"Content-Type": "application/json"}
+    async with world.agent.open(
+        InferenceRequest("m1", "POST", "/v2/models/m1/infer", headers, b'{"inputs": 1}')
+    ) as response:
+        assert response.status == 400
+    assert world.report("m1").wakes == wakes + 1
+
+
 async def test_two_hundred_alternating_calls_are_all_answered_and_no_load_is_for_nothing(world, monkeypatch):
     await world.apply(*two_that_exclude_each_other(world))
     served_between: dict[str, list[int]] = {"m1": [], "m2": []}
