@@ -84,6 +84,14 @@ def test_a_second_one_on_the_state_directory_is_refused(up: Up, place: Path) -> 
     assert value(up, "one") == 6.0
 
 
+def test_a_pool_that_is_not_there_is_all_that_is_told(place: Path) -> None:
+    wrong = Up(place / "catalog", place / "state-of-no-pool", "--pool", "nope")
+    assert wrong.process.wait(DEADLINE_SECONDS) == 3
+    (message,) = until(lambda: wrong.messages, "its message")
+    assert "nope" in message
+    assert not wrong.lines
+
+
 def test_check_passes(up: Up) -> None:
     up.ready()
     done = up.omni("check")

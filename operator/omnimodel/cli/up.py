@@ -177,16 +177,24 @@ async def _serve_locked(options: Options, lock: StateLock, listener: socket.sock
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+        asked = stopping.done()
         stopping.cancel()
         if runner is not None:
             runner.app[GATEWAY].leaving.set()  # whoever looks at /readyz sends nobody new
-        await shut_down(agent, stops, options.drain_seconds, errors)
+        await shut_down(agent, stops, options.drain_seconds, errors, asked=asked)
         if runner is not None:
             await runner.cleanup()
 
 
-async def shut_down(agent: Agent, stops: Stops, drain_seconds: float, lines: Lines) -> None:
+async def shut_down(agent: Agent, stops: Stops, drain_seconds: float, lines: Lines, *, asked: bool) -> None:
     """Stop the agent in stages, telling about it; each further request to stop begins the next one.
+
+    Args:
+        agent: to stop.
+        stops: the requests to stop.
+        drain_seconds: what the first stage leaves to requests in flight.
+        lines: where to tell.
+        asked: whether anybody has asked for it; else an error has, which is told by itself.
 
     Raises:
         OmniError: processes outlived even that they were killed.
@@ -197,7 +205,9 @@ async def shut_down(agent: Agent, stops: Stops, drain_seconds: float, lines: Lin
         (min(drain_seconds, FASTER_SECONDS), "hurrying (Ctrl-C again to kill)"),
         (0.0, "killing"),
     ):
-        lines.put(text)
+        asked = asked or bool(work)
+        if asked:
+            lines.put(text)
         work.add(asyncio.create_task(agent.stop(seconds)))
         hurry = asyncio.create_task(stops.next())
         telling = asyncio.create_task(_tell_progress(agent, lines))
@@ -208,7 +218,8 @@ async def shut_down(agent: Agent, stops: Stops, drain_seconds: float, lines: Lin
         ended = done & work
         if ended:
             await asyncio.gather(*work)
-            lines.put("stopped")
+            if asked:
+                lines.put("stopped")
             await lines.finish()
             return
     raise OmniError(
