@@ -16,6 +16,7 @@ from gpu.emulated import install
 from omnimodel.cli.bench import gpu_bench, gpu_rows
 
 ROOT = Path(__file__).parents[2]
+STARTED = subprocess.Popen
 
 
 @pytest.fixture
@@ -27,11 +28,10 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_rows, "PROMPT_TOKENS", 8)
     monkeypatch.setattr(gpu_rows, "GIBI", 20 << 20)
     monkeypatch.setattr(gpu_rows, "FRAME_SIZES", [16 << 20, 64 << 20])
-    started = subprocess.Popen
 
     def zygote(arguments, **options):
         options["env"] |= {"PYTHONPATH": f"{ROOT / 'operator'}{os.pathsep}{ROOT / 'tests'}"}
-        return started([sys.executable, "-m", "gpu.rehearsal", arguments[-1]], **options)
+        return STARTED([sys.executable, "-m", "gpu.rehearsal", arguments[-1]], **options)
 
     monkeypatch.setattr(gpu_bench.subprocess, "Popen", zygote)
     driver.run()
@@ -39,6 +39,36 @@ def bench(tmp_path, monkeypatch):
     yield bench
     bench.close()
     assert driver.left() == {}
+
+
+VLLM = """
+import json, pathlib
+
+class LLM:
+    def __init__(self, model, load_format, dtype, enable_sleep_mode, **options):
+        config = json.loads((pathlib.Path(model) / "config.json").read_text())
+        assert (config["architectures"], config["num_hidden_layers"], config["vocab_size"]) == (["LlamaForCausalLM"], 1, 128256)
+        assert (load_format, dtype, enable_sleep_mode) == ("dummy", "bfloat16", True)
+        print("a line of its own")
+
+    def sleep(self, level):
+        assert level == 1
+
+    def wake_up(self):
+        pass
+"""
+
+
+def test_vllm_is_measured_beside_where_there_is_one(bench, tmp_path, monkeypatch, capsys):
+    gpu_rows.ROWS["vllm"](bench)
+    assert "not measured" in capsys.readouterr().out
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_rows.subprocess, "Popen", STARTED)
+    bench.vllm = sys.executable
+    gpu_rows.ROWS["vllm"](bench)
+    names = [row.name for row in bench.report.rows if row.name.startswith("vLLM")]
+    assert names == ["vLLM, first sleep (it pins memory)", "vLLM, sleep", "vLLM, wake"]
 
 
 @pytest.mark.slow

@@ -23,9 +23,10 @@ from omnimodel.memory.devices.cuda_driver import available
 @click.option("--layers", default=32, show_default=True, help="of the large model; 32 is the shape of an 8B Llama")
 @click.option("--arena", "arena_gib", default=30, show_default=True, help="GiB of host memory to pin")
 @click.option("--swaps", default=10_000, show_default=True, help="of the row `many`")
+@click.option("--vllm", default="", help="an interpreter that has vLLM, for the row `vllm`; left out without one")
 @click.option("--folder", default="", help="where images are written; default: a new folder in /dev/shm")
 @click.option("--json", "json_path", default="", help="also write the figures to this file")
-def command(only: str, layers: int, arena_gib: int, swaps: int, folder: str, json_path: str) -> None:
+def command(only: str, layers: int, arena_gib: int, swaps: int, vllm: str, folder: str, json_path: str) -> None:
     """Measure wake, evict, compression, first token, parking, spawning and many models on this machine's first GPU."""
     if not available():
         raise click.ClickException("there is no NVIDIA GPU here that can be used")
@@ -35,7 +36,7 @@ def command(only: str, layers: int, arena_gib: int, swaps: int, folder: str, jso
         chosen.insert(0, "line")  # everything is a ratio of it
     where = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="omni-bench-", dir="/dev/shm"))
     began = time.perf_counter()
-    bench = Bench(where, layers, arena_gib * GIBI, swaps)
+    bench = Bench(where, layers, arena_gib * GIBI, swaps, vllm)
     try:
         for name in chosen:
             started = time.perf_counter()

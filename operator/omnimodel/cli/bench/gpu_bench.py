@@ -134,11 +134,14 @@ class Bench:
         folder: where images are written; memory-backed, or a fast disk.
         layers: of the large model; 32 is the 8B shape.
         arena_bytes: pinned.
+        vllm: an interpreter that has vLLM; empty for none.
     """
 
-    def __init__(self, folder: Path, layers: int, arena_bytes: int, swaps: int) -> None:
+    def __init__(self, folder: Path, layers: int, arena_bytes: int, swaps: int, vllm: str = "") -> None:
         self.report = Report()
         self.folder = folder
+        self.layers = layers
+        self.vllm = vllm
         self.kind = f"llama:{layers}"
         self.swaps = swaps
         folder.mkdir(parents=True, exist_ok=True)

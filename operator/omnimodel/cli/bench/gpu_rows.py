@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from omnimodel.cli.bench.gpu_bench import GIBI, GIGA, MEBI, Bench, Model, Process
 from omnimodel.memory.codec_file import pack
@@ -16,6 +19,7 @@ from omnimodel.memory.devices.cuda import CudaDevice, CudaWindow
 from omnimodel.memory.devices.cuda_checkpoint import park, unpark
 from omnimodel.memory.devices.cuda_copy import Staged
 from omnimodel.memory.devices.cuda_driver import call, driver
+from omnimodel.memory.devices.cuda_trial import llama_config
 from omnimodel.memory.index import PACKED_FILE
 
 PROMPT_TOKENS = 512
@@ -331,8 +335,28 @@ def _memory(bench: Bench, models: dict[str, Model]) -> dict[str, int]:
     }
 
 
+def vllm(bench: Bench) -> None:
+    """What is used today for the same, beside ours: vLLM's sleep of level 1, of weights of the same shape."""
+    if not bench.vllm:
+        print("# vllm: not measured; name an interpreter that has it with --vllm", flush=True)
+        return
+    folder = bench.folder / "vllm"
+    llama_config(bench.layers).save_pretrained(folder)
+    program = Path(__file__).with_name("vllm_sleep.py")
+    done = subprocess.run(
+        [bench.vllm, str(program), str(folder), str(ROUNDS + 1)], stdout=subprocess.PIPE, check=False, timeout=600
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{program.name} ended with status {done.returncode}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    bench.report.add("vLLM, first sleep (it pins memory)", found["sleepSeconds"][0], "s")
+    bench.report.add("vLLM, sleep", statistics.median(found["sleepSeconds"][1:]), "s")
+    bench.report.add("vLLM, wake", statistics.median(found["wakeSeconds"][1:]), "s")
+
+
 ROWS: dict[str, Callable[[Bench], None]] = {
     "line": line,
+    "vllm": vllm,  # while the device is empty but for a context
     "spawn": spawn,
     "frames": frame_sizes,
     "wake": wake,

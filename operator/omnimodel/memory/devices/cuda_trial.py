@@ -14,13 +14,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omnimodel.memory.devices.cuda_driver import driver
 from omnimodel.memory.devices.cuda_trial_link import Link
 from omnimodel.memory.devices.cuda_window import CudaWindow
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 IMAGE_ALIGNMENT_BYTES = 4096
 TENSOR_ALIGNMENT_BYTES = 64
@@ -29,22 +32,31 @@ STACK_WIDTH = 2048
 Slot = tuple[str, tuple[int, ...], int, int]  # name, shape, offset, bytes
 
 
+def llama_config(layers: int) -> LlamaConfig:
+    """The 8B shape with so many layers; 32 is its own number."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
 def skeleton(kind: str) -> torch.nn.Module:
     """A module without weights: `llama:<layers>` of the 8B shape, or `stack:<layers>` of square matrices."""
     name, _, layers = kind.partition(":")
     if name == "llama":
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
-        config = LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=int(layers),
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            vocab_size=128256,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-        )
+        config = llama_config(int(layers))
         with torch.device("meta"):
             module: torch.nn.Module = LlamaForCausalLM(config)
         return module.to(torch.bfloat16).eval()
