@@ -200,7 +200,10 @@ async def test_a_deleted_model_keeps_its_image_and_says_so(world):
     await world.apply(world.manifest("back", seed=13))
     told = [event async for event in world.agent.events.follow(follow=False) if event.name == "back"]
     assert [event.reason for event in told].count("Publishing") == 1
-    assert "its image is kept until `omni prune`" in next(e.message for e in told if e.reason == "Removed")
+    removed = next(event.message for event in told if event.reason == "Removed")
+    assert removed.startswith(
+        "it was removed from the models that are served here; its image is kept until `omni prune`"
+    )
     assert await world.ask("back") == pytest.approx(world.answer(8, 13))
 
 

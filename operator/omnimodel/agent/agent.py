@@ -268,8 +268,9 @@ class Agent:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         namespace, name = model.key.split("/", 1)
+        removed = "it was removed from the models that are served here"
         kept = "its image is kept until `omni prune`, or until the disk is short"
-        self.events.add("OmniModel", namespace, name, "Removed", f"it was removed from the catalogue; {kept}")
+        self.events.add("OmniModel", namespace, name, "Removed", f"{removed}; {kept}")
 
     async def _spawn(self, instance: Instance) -> ModelProcess:
         assert self._spawner is not None
