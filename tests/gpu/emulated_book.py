@@ -135,11 +135,11 @@ def _identity(process: Path) -> tuple[int, int, int]:
     return int(status["Uid"].split()[0]), int(fields[19]), int(status["NSpid"].split()[-1])
 
 
-def mapped_bytes(pid: int) -> int:
-    """What a program without this driver has on the device: it maps memfds named `device` for it."""
+def mapped_bytes(pid: int, device: int = 0) -> int:
+    """What a program without this driver has on a device: it maps memfds named `device-NUMBER` for it."""
     try:
         rows = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it is gone
         return 0
-    ranges = [row.split()[0].split("-") for row in rows if "/memfd:device (deleted)" in row]
+    ranges = [row.split()[0].split("-") for row in rows if f"/memfd:device-{device} (deleted)" in row]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)

@@ -91,19 +91,20 @@ class EmulatedNvml:
         return SimpleNamespace(used=self.books[handle].used_bytes() if self.books else 0)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        """Those that have a context; programs without the emulated driver have theirs on the first device."""
+        """Those that have a context, programs without the emulated driver among them."""
         if handle in self.silent | self.gone:
             raise NVMLError_GpuIsLost("GPU is lost")
         if not self.books:
             return []
-        book = self.books[0 if handle in self.instances else handle]
+        device = 0 if handle in self.instances else handle
+        book = self.books[device]
         held = {
             pid: slot.bytes + (slot.imported if book.counts_imports else 0)
             for pid, slot in book.processes()
             if slot.bytes
         }
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if handle == 0 else ():
-            if pid not in held and (others := mapped_bytes(pid)):
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            if pid not in held and (others := mapped_bytes(pid, device)):
                 held[pid] = others
         return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in held.items()]
 

@@ -127,10 +127,10 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def on_device(world: World, gpu, name: str) -> int:  # noqa: F811
-    """Bytes that the server of a model has, by the driver."""
+def on_device(world: World, gpu, name: str, device: int = 0) -> int:  # noqa: F811
+    """Bytes that the server of a model has of a device, by the driver."""
     process = world.instance(name).process
-    return sum(mapped_bytes(child.pid) for child in children(world, name)) if process else 0
+    return sum(mapped_bytes(child.pid, device) for child in children(world, name)) if process else 0
 
 
 async def evict(world: World, name: str) -> None:
@@ -345,7 +345,7 @@ held = Allocation(40 << 20)
 if "--stray" in sys.argv and not os.fork():
     os.setsid()
     stray = Allocation(4 << 20)
-    os.execv(sys.executable, [sys.executable, "-c", "import mmap, os, time; d = os.memfd_create('device');"
+    os.execv(sys.executable, [sys.executable, "-c", "import mmap, os, time; d = os.memfd_create('device-0');"
         "os.ftruncate(d, 4 << 20); m = mmap.mmap(d, 4 << 20); time.sleep(3600)"])
 
 class Echo(Handler):

@@ -118,7 +118,9 @@ ON_GPU = Prepared(None, None, None, 64 << 20, "cuda:0", 1)
 
 
 def request(tmp_path: Path, prepared: Prepared):
-    return serving_request("model", SPEC, Layout(tmp_path), prepared, device=prepared.device, memory_bytes=1, number=1)
+    return serving_request(
+        "model", SPEC, Layout(tmp_path), prepared, devices=(prepared.device,), memory_bytes=1, number=1
+    )
 
 
 def test_a_process_is_shown_its_gpu_and_no_other(gpu, tmp_path):

@@ -243,7 +243,7 @@ class Agent:
             name,
             spec,
             spawn=self._spawn,
-            changed=lambda: self._devices.of(instance).kick(),
+            changed=lambda: self._devices.kick(instance),
             on_exit=self._exited,
             keep=self._provide,
         )
@@ -286,7 +286,7 @@ class Agent:
             instance.spec,
             self.layout,
             instance.prepared,
-            device=instance.device,
+            devices=instance.spread.devices,
             memory_bytes=memory_bytes,
             number=next(self._numbers),
         )
@@ -372,7 +372,7 @@ class Agent:
         memory = opened.devices.first.memory
         room = opened.preparation.room
         footprint_bytes = sum(
-            model.serving.weights_bytes + model.serving.working_bytes
+            model.serving.weights_bytes + model.serving.working_bytes * model.serving.spread.count
             for model in self._models.values()
             if model.serving.measured
         )

@@ -14,8 +14,7 @@ from omnimodel.agent.accounting import Accounting
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.moves import DeviceMemory, Moves
 from omnimodel.agent.orders import Orders
-from omnimodel.agent.relief import relieve_host
-from omnimodel.agent.views import free_bytes, idle_models, model_state
+from omnimodel.agent.views import free_bytes, idle_models, loadable, model_state
 from omnimodel.errors import DispatchError, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleConstants, idle_steps
@@ -39,9 +38,9 @@ class Broker:
     Args:
         memory: of the device.
         events: where moves are told to people.
+        devices: of which this one is one.
         zygote_bytes: measures the private memory of all zygotes; None where the broker of another device does.
         changed: called when something that is reported may have changed.
-        devices: of which this one is one; None when it is the only one.
         constants: of the policy; the measured ones are kept up to date here.
         idle: of the idle steps; how much memory warm processes may hold follows from the host's budget.
     """
@@ -50,10 +49,10 @@ class Broker:
         self,
         memory: DeviceMemory,
         events: EventLog,
+        devices: Devices,
         *,
         zygote_bytes: Callable[[], int] | None = lambda: 0,
         changed: Callable[[], None] = lambda: None,
-        devices: Devices | None = None,
         constants: Constants | None = None,
         idle: IdleConstants | None = None,
     ) -> None:
@@ -66,24 +65,31 @@ class Broker:
         self._changed = changed
         self._devices = devices
         self.drains: list[Drain] = []
-        self.worth_in_arena = devices.worth_of_image if devices else self.worth_of_image
-        relieve = devices.relieve_host if devices else partial(relieve_host, [self])
-        self.accounting = Accounting(memory, self.instances, zygote_bytes, relieve, self._watch_device)
+        self.accounting = Accounting(memory, self.instances, zygote_bytes, devices.relieve_host, self._watch_device)
         self.moves = Moves(
             memory,
             events,
             self.instances,
+            devices.under_way,
+            everywhere=devices.moves_of,
             worth=self.worth_of_image,
-            worth_in_arena=self.worth_in_arena,
-            relieve=relieve,
+            worth_in_arena=devices.worth_of_image,
+            relieve=devices.relieve_host,
             vacate=self._vacate_device,
             measure=self.accounting.measure,
-            changed=self.kick,
+            changed=devices.kick,
         )
-        self.orders = Orders(self.instances, self.moves, kick=self.kick, reason=lambda name: self.reasons.get(name, ""))
+        self.orders = Orders(
+            self.moves, forget=devices.forget, kick=self.kick, reason=lambda name: self.reasons.get(name, "")
+        )
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._shrinking: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its device."""
+        return self.memory.device.name
 
     @property
     def budget_bytes(self) -> int:
@@ -144,8 +150,7 @@ class Broker:
     def _decide(self) -> float | None:
         """Apply what the policy says until it says nothing; when to ask again."""
         now = time.monotonic()
-        if self._devices is not None:
-            self._devices.place(now)
+        self._devices.place(now)
         if self.lost is not None:
             self._give_up(self.lost)
             return None
@@ -153,6 +158,7 @@ class Broker:
             self.constants = replace(self.constants, copy_bytes_per_second=self.moves.loads.copy_bytes_per_second)
         for instance in self.instances.values():
             instance.door.admit()
+            self._keep_aside(instance, now)
         self._settle_budget()
         self._grant_unknown()
         times = [self._start_ahead(now), self._step_down(now)]
@@ -186,7 +192,7 @@ class Broker:
 
     def _give_up(self, lost: OmniError) -> None:
         """Refuse whoever waits for a device that is lost; a model that can wait for another one is placed there."""
-        if self._devices is not None and self._devices.usable:
+        if self._devices.usable:
             return
         for instance in self.instances.values():
             instance.line.refuse(partial(_lost, instance, lost))
@@ -208,24 +214,38 @@ class Broker:
         """Whether the policy has to look at it: somebody waits for it, or it was refused and may no longer be."""
         return bool(instance.blocked) or (instance.state is not State.RESIDENT and instance.wanted)
 
+    def _keep_aside(self, instance: Instance, now: float) -> None:
+        """Keep room that is set aside for an instance only as long as it is waited for and may be woken."""
+        may_be_woken = instance.wanted and not instance.blocked and loadable(instance, now, self.moves)
+        if instance.spread.waits and not may_be_woken:
+            instance.spread.give_up()
+            self._devices.kick(instance)
+
+    @property
+    def reserving(self) -> set[str]:
+        """Names of the models whose needs are reserved, until victims have drained or their other devices have room."""
+        aside = {name for name, instance in self.instances.items() if instance.spread.has_aside(self.name)}
+        return aside.union(drain.target for drain in self.drains)
+
     @property
     def free_bytes(self) -> int:
         """What the policy may give away; below zero while victims drain."""
         lost_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE) + self.moves.contexts.lost_bytes
-        return free_bytes(self.instances, self.drains, self.budget_bytes, lost_bytes)
+        return free_bytes(self.instances, self.reserving, self.budget_bytes, lost_bytes)
 
     def _refuse(self, blocked: dict[str, str]) -> None:
         """Answer at once for models that can never be resident as things are."""
         for name, sentence in blocked.items():
             instance = self.instances[name]
-            if instance.blocked != sentence:
-                instance.blocked = sentence
-                self._wake.set()  # another device may hold it
-                self.moves.tell(instance, "Refused", sentence, warning=True)
+            said = f"on {self.name} it {sentence}" if instance.spread.count > 1 else sentence
+            if instance.blocked != said and instance.blocked_by in {"", self.name}:
+                instance.blocked, instance.blocked_by = said, self.name
+                self._devices.kick(instance)  # another device may hold it
+                self.moves.tell(instance, "Refused", said, warning=True)
             instance.line.refuse(instance.door.refusal)
         for instance in self.instances.values():
-            if instance.name not in blocked:
-                instance.blocked = ""
+            if instance.name not in blocked and instance.blocked_by == self.name:
+                instance.blocked = instance.blocked_by = ""
 
     def _apply(self, step: Step) -> None:
         for target in step.abandon:
@@ -243,7 +263,11 @@ class Broker:
                 self.instances[name].wish_again()
         if step.wake:
             self._forget_drain(step.wake)
-            self.moves.wake(self.instances[step.wake], leaving)
+            instance = self.instances[step.wake]
+            if (everywhere := instance.spread.set_aside(self.name, leaving)) is not None:
+                self.moves.wake(instance, everywhere)
+            else:
+                self._devices.kick(instance)  # it is the next one's turn
 
     def _forget_drain(self, target: str) -> None:
         for drain in self.drains:

@@ -40,14 +40,15 @@ def serving_request(
     layout: Layout,
     prepared: Prepared,
     *,
-    device: str,
+    devices: Sequence[str],
     memory_bytes: int,
     number: int,
 ) -> ProcessRequest:
     """The process that serves a model.
 
     Args:
-        device: that it gets, as the agent sees it: `host` or `cuda:1`. It sees one GPU at most, as its first.
+        devices: that it gets, as the agent sees them: `host`, or `cuda:1` and others. It sees no other GPU, and
+            these in this order.
         memory_bytes: limit of its private memory.
         number: grows with every process, so that each has an identity of its own.
     """
@@ -57,12 +58,13 @@ def serving_request(
         mounts.append(_source_mount(prepared.source))
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), prepared.source)
     request = _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
-    if device == "host":
+    if tuple(devices) == ("host",):
         return request
+    nodes = dict.fromkeys(node for device in devices for node in device_nodes(device))
     return replace(
         request,
-        plan=replace(request.plan, devices=device_nodes(device)),
-        env={**request.env, "CUDA_VISIBLE_DEVICES": device_uuid(device)},
+        plan=replace(request.plan, devices=tuple(nodes)),
+        env={**request.env, "CUDA_VISIBLE_DEVICES": ",".join(map(device_uuid, devices))},
     )
 
 

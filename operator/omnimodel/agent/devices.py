@@ -2,7 +2,8 @@
 
 Host memory, the arena and the zygotes are common; frames, their account and the residency policy are each device's own.
 A model that waits is placed anew before its broker decides about it (`placement.devices`). It goes to another device
-only at rest, and its process ends before: one process has a context on one device.
+only at rest, and its process ends before: one process has a context on one device. A server that spreads its model
+over several is an instance of each of them (`spread`), and stays as long as it has a process and is not refused there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,17 @@ from omnimodel.agent.relief import relieve_host
 from omnimodel.agent.reporting import device_report
 from omnimodel.agent.views import model_state
 from omnimodel.errors import OmniError, Reason, lost
-from omnimodel.placement.devices import Choice, DeviceState, Stay, choose_device
+from omnimodel.placement.devices import Choice, DeviceState, Stay, choose_device, choose_devices
 
 if TYPE_CHECKING:
     from omnimodel.agent.events import EventLog
-    from omnimodel.agent.moves import DeviceMemory
+    from omnimodel.agent.moves import DeviceMemory, Moves
     from omnimodel.placement.state import ModelState
     from omnimodel.protocol.report import DeviceReport
 
 log = logging.getLogger(__name__)
+
+_NO_DEVICE = "the pool"  # who refuses an instance that there are too few devices for
 
 
 class Devices:
@@ -52,14 +55,11 @@ class Devices:
         tell_lost: Callable[[OmniError], None] = lambda _: None,
     ) -> None:
         self._tell_lost = tell_lost
+        self.under_way: dict[str, asyncio.Task[None]] = {}
         self.brokers: dict[str, Broker] = {}
         for number, memory in enumerate(memories):
             self.brokers[memory.device.name] = Broker(
-                memory,
-                events,
-                zygote_bytes=None if number else zygote_bytes,
-                changed=changed,
-                devices=self if len(memories) > 1 else None,
+                memory, events, self, zygote_bytes=None if number else zygote_bytes, changed=changed
             )
         self.watched = set(self.brokers)  # whose loss was not told yet
         self.first = next(iter(self.brokers.values()))
@@ -75,8 +75,27 @@ class Devices:
         return self.first.memory.device.on_host
 
     def of(self, instance: Instance) -> Broker:
-        """Who decides about an instance; before it is placed, the first."""
+        """Who decides about an instance, of several devices the first; before it is placed, the first of all."""
         return self.brokers.get(instance.device, self.first)
+
+    def all_of(self, instance: Instance) -> list[Broker]:
+        """Who decide about an instance; before it is placed, the first of all."""
+        return [self.brokers[name] for name in instance.spread.devices] or [self.first]
+
+    def moves_of(self, instance: Instance) -> list[Moves]:
+        """The moves of each of its devices."""
+        return [broker.moves for broker in self.all_of(instance)]
+
+    def kick(self, instance: Instance) -> None:
+        """Have its devices look again: something has changed."""
+        for broker in self.all_of(instance):
+            broker.kick()
+
+    def forget(self, instance: Instance) -> None:
+        """Decide about an instance no more."""
+        for broker in self.all_of(instance):
+            broker.instances.pop(instance.name, None)
+            broker.kick()
 
     def start(self) -> None:
         """Begin deciding."""
@@ -91,7 +110,7 @@ class Devices:
 
     def relieve_host(self, short_bytes: int) -> bool:
         """See `relief.relieve_host`."""
-        return relieve_host(self.brokers.values(), short_bytes)
+        return relieve_host(self.brokers.values(), short_bytes, self.worth_of_image)
 
     def worth_of_image(self, digest: str) -> float:
         """What an image is worth to any model."""
@@ -126,7 +145,7 @@ class Devices:
             each.kick()
 
     async def _end(self, broker: Broker, instance: Instance, lost_device: OmniError) -> None:
-        problem = f"its device {instance.device} is lost ({lost_device.problem})"
+        problem = f"its device {broker.name} is lost ({lost_device.problem})"
         why = OmniError(instance.subject, problem, lost_device.cure, reason=Reason.DEVICE_LOST)
         if instance.state is State.STARTING:
             await broker.moves.give_up(instance)
@@ -137,14 +156,35 @@ class Devices:
     # Who is where
 
     def add(self, instance: Instance, device: str = "") -> None:
-        """Take an instance in, on a device if its process is there already; harmless when it is in."""
+        """Take an instance in, on a device if its process is there already; harmless when it is in.
+
+        Raises:
+            OmniError: it needs more devices than there are.
+        """
         if instance.device:
             return
-        if not device and len(self.brokers) > 1:
-            now = time.monotonic()
-            device = self._choice(instance, now, self._states(now)).device
-        instance.device = device or self.first.memory.device.name
-        self.of(instance).instances[instance.name] = instance
+        if refusal := self._too_few(instance):
+            cure = "write fewer resources.devices, or raise device.count of the OmniPool"
+            raise OmniError(instance.subject, refusal, cure, reason=Reason.TOO_LARGE)
+        if device or len(self.brokers) == 1:
+            self._put(instance, [device or self.first.name])
+            return
+        now = time.monotonic()
+        self._put(instance, [choice.device for choice in self._choices(instance, now, self._states(now))])
+
+    def _put(self, instance: Instance, devices: Sequence[str]) -> None:
+        instance.spread.place(devices)
+        instance.blocked_by = instance.device if instance.blocked else ""
+        for broker in self.all_of(instance):
+            broker.instances[instance.name] = instance
+
+    def _too_few(self, instance: Instance) -> str:
+        """That an instance needs more devices than there are, in words; empty when it does not."""
+        count, there = instance.spread.count, len(self.usable)
+        if count == 1 or count <= there:
+            return ""
+        lost = [f"; {broker.name} is lost: {broker.lost.problem}" for broker in self.brokers.values() if broker.lost]
+        return f"is spread over {count} devices, and its pool has {there} here that can be used{''.join(lost)}"
 
     def place(self, now: float) -> None:
         """Give every model that waits, and is at rest, the device where it waits least.
@@ -152,15 +192,26 @@ class Devices:
         Args:
             now: monotonic.
         """
+        if len(self.brokers) == 1:
+            return
         going = [instance for instance in self.instances.values() if self._may_go(instance, now)]
         if not going or not self.usable:
             return
         states = self._states(now)
         for instance in sorted(going, key=lambda i: self._model_state(i, now).oldest(now)):
-            choice = self._choice(instance, now, states)
-            if choice.device != instance.device:
-                self._send(instance, choice, now)
+            if refusal := self._too_few(instance):
+                self._refuse(instance, refusal)
+                continue
+            choices = self._choices(instance, now, states)
+            if tuple(choice.device for choice in choices) != instance.spread.devices:
+                self._send(instance, choices, now)
                 states = self._states(now)
+
+    def _refuse(self, instance: Instance, refusal: str) -> None:
+        if instance.blocked != refusal:
+            instance.blocked, instance.blocked_by = refusal, _NO_DEVICE
+            self.of(instance).moves.tell(instance, "Refused", refusal, warning=True)
+        instance.line.refuse(instance.door.refusal)
 
     def _may_go(self, instance: Instance, now: float) -> bool:
         broker = self.of(instance)
@@ -168,30 +219,25 @@ class Devices:
             return False
         if instance.removed or instance.draining or instance.name in broker.moves:
             return False
+        if instance.spread.count > 1 and instance.process is not None:
+            return bool(instance.blocked)
         # A wait costs one process at most, however often the room is gone when the next one is there.
         return instance.state is State.COLD or self._model_state(instance, now).oldest(now) > instance.moved_seconds
 
-    def _send(self, instance: Instance, choice: Choice, now: float) -> None:
-        source, target = self.of(instance), self.brokers[choice.device]
-        why = f"goes from {instance.device} to {choice.device}: {choice.why}"
+    def _send(self, instance: Instance, choices: Sequence[Choice], now: float) -> None:
+        source, target = str(instance.spread), [choice.device for choice in choices]
+        said = "; ".join(dict.fromkeys(choice.why for choice in choices))
+        why = f"goes from {source} to {', '.join(target)}: {said}"
         if instance.state is not State.COLD:  # and is placed when its process is gone
             instance.moved_seconds = now
-            source.moves.step_off(instance, why, "device", stop=True)
+            self.of(instance).moves.step_off(instance, why, "device", stop=True)
             return
-        log.info(
-            "model_placed model=%s source=%s target=%s why=%r",
-            instance.name,
-            instance.device,
-            choice.device,
-            choice.why,
-        )
+        log.info("model_placed model=%s source=%s target=%s why=%r", instance.name, source, ",".join(target), said)
         if instance.history.wakes:
-            source.moves.tell(instance, "Moved", why)
-        del source.instances[instance.name]
-        target.instances[instance.name] = instance
-        instance.device = choice.device
-        source.kick()
-        target.kick()
+            self.of(instance).moves.tell(instance, "Moved", why)
+        self.forget(instance)
+        self._put(instance, target)
+        self.kick(instance)
 
     # As the policy sees them
 
@@ -201,7 +247,10 @@ class Devices:
         rates = (broker.moves.loads.copy_bytes_per_second for broker in self.brokers.values())
         return next((rate for rate in rates if rate), None)
 
-    def _choice(self, instance: Instance, now: float, states: list[DeviceState]) -> Choice:
+    def _choices(self, instance: Instance, now: float, states: list[DeviceState]) -> tuple[Choice, ...]:
+        model, spread = self._model_state(instance, now), instance.spread
+        if spread.count > 1:
+            return choose_devices(model, spread.devices, states, spread.count)
         again = max(0, instance.history.wakes - instance.wakes_before - 1)
         stay = Stay(
             device=instance.device,
@@ -210,7 +259,7 @@ class Devices:
             paid_seconds=again * instance.history.last_wake_seconds,
             restart_seconds=instance.history.last_start_seconds,
         )
-        return choose_device(self._model_state(instance, now), stay, states)
+        return (choose_device(model, stay, states),)
 
     def _model_state(self, instance: Instance, now: float) -> ModelState:
         keeps = instance.residency.keep_resident and not instance.removed
@@ -226,14 +275,14 @@ class Devices:
 
     def _state(self, broker: Broker, now: float, digests: Mapping[str, str]) -> DeviceState:
         memory, rate = broker.memory, broker.moves.loads.copy_bytes_per_second or self._rate
-        targets = {drain.target for drain in broker.drains}
+        targets = broker.reserving
         waiting = {
             name: instance.need_bytes
             for name, instance in broker.instances.items()
             if instance.wanted and not instance.resident and not instance.reserved
         }
         return DeviceState(
-            name=memory.device.name,
+            name=broker.name,
             now=now,
             budget_bytes=broker.budget_bytes,
             free_bytes=broker.free_bytes,

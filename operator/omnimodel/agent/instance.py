@@ -22,6 +22,7 @@ from omnimodel.agent.door import Door
 from omnimodel.agent.failures import Failures
 from omnimodel.agent.history import History
 from omnimodel.agent.line import Line
+from omnimodel.agent.spread import Spread
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict, Settle, Start, Wake
 
@@ -97,7 +98,7 @@ class Instance:
         self.state = State.COLD
         self.since_seconds = time.time()
         self.message = ""
-        self.device = ""  # that it is placed on; its process, while it has one, is bound to it
+        self.spread = Spread(spec["devices"])  # its process, while it has one, is bound to these devices
         self.moved_seconds = -math.inf  # when its process was ended for another device
         self.started_seconds, self.wakes_before = -math.inf, 0  # of its process
         self.prepared: Prepared | None = None
@@ -114,7 +115,7 @@ class Instance:
         self.mapped: Sequence[Frame] | None = None  # what its process may have mapped; None when it is not resident
 
         self.asleep = False  # its foreign server is on no device, and has not ended
-        self.asleep_bytes = 0  # that stay of it on the device meanwhile
+        self.asleep_bytes: dict[str, int] = {}  # that stay of it on each device meanwhile
         self.sleepless = ""  # why its server is stopped where others are put to sleep
 
         # Set by the broker when it has decided, before the move begins.
@@ -124,7 +125,7 @@ class Instance:
         self.reserved = False
         self.proving = False  # it was woken, and is asked its known answer or measured before anybody is let in
         self.hung = False  # killed, and not seen to be gone: what it holds stays its own
-        self.blocked = ""
+        self.blocked = self.blocked_by = ""  # why it can never be resident, and the device that says so
         self.removed = ""
 
         self.wanted_since_seconds: float | None = None
@@ -160,6 +161,11 @@ class Instance:
     # What it is
 
     @property
+    def device(self) -> str:
+        """That it is placed on, of several the first; empty for none."""
+        return next(iter(self.spread.devices), "")
+
+    @property
     def generation(self) -> int:
         """Generation of the OmniModel that it was rendered from."""
         return int(self.spec["generation"])
@@ -186,12 +192,12 @@ class Instance:
 
     @property
     def beside_bytes(self) -> int:
-        """Device memory that it needs beside its frames when it is resident."""
+        """Memory of each device that it needs beside its frames when it is resident."""
         return self.working_bytes + (0 if self.foreign else self.context_bytes)
 
     @property
     def held_bytes(self) -> int:
-        """What it holds on the device, or will when the moves under way are done; others can have a warm one parked."""
+        """What it holds on each device, or will when moves under way are done; others can have a warm one parked."""
         if self.hung:  # its frames are in quarantine
             return self.beside_bytes
         if self.reserved or (self.state is State.RESIDENT and not self.leaving):
@@ -202,7 +208,7 @@ class Instance:
 
     @property
     def need_bytes(self) -> int:
-        """What a wake needs beyond what it holds already."""
+        """What a wake needs on each device beyond what it holds already."""
         return self.weights_bytes + (0 if self.state is State.FROZEN else self.beside_bytes)
 
     @property
@@ -364,7 +370,7 @@ class Instance:
         told = Wake([frame.id for frame in frames], fence_base, working_bytes)
         reply = await process.command(told, [frame.descriptor for frame in frames], timeout_seconds)
         self.sleepless = str(reply.values.get("restarted") or self.sleepless)
-        self.asleep, self.asleep_bytes = False, 0
+        self.asleep, self.asleep_bytes = False, {}
         now = time.monotonic()
         self.note_wake(copy_seconds + now - began)
         self.woken_seconds = self.idle_seconds = now
@@ -476,7 +482,7 @@ class Instance:
             await session.close()
         self.frozen_since_seconds = None
         self.hung = self.asleep = False
-        self.private_bytes = self.asleep_bytes = 0
+        self.private_bytes, self.asleep_bytes = 0, {}
         self.line.owed = 0
         error = self.ended_because(process) if self._ending else ended
         if error is not None:

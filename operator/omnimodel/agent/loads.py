@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from omnimodel.agent import servers
@@ -34,6 +34,7 @@ class Loads:
 
     Args:
         memory: of the device.
+        everywhere: the loads of each device that an instance is on.
         worth: of an image by its digest; the least worth loses its frames first.
         worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
@@ -44,6 +45,7 @@ class Loads:
         self,
         memory: DeviceMemory,
         *,
+        everywhere: Callable[[Instance], Sequence[Loads]],
         worth: Callable[[str], float],
         worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
@@ -52,7 +54,8 @@ class Loads:
     ) -> None:
         self.copying: str | None = None
         self.copy_bytes_per_second: float | None = None
-        self._memory = memory
+        self.memory = memory
+        self._everywhere = everywhere
         self._worth = worth
         self._worth_in_arena = worth_in_arena
         self._relieve = relieve
@@ -68,11 +71,11 @@ class Loads:
         Raises:
             OmniError: it cannot be loaded now; its process is where it was.
         """
-        account, pool = self._memory.ledger.device, self._memory.frames
+        pool = self.memory.frames
         prepared, process = instance.prepared, instance.process
         assert prepared is not None
         image = prepared.image
-        held_before = account.held_bytes(instance.name, Kind.WORKING)
+        parts = [(each, each.working_bytes(instance)) for each in self._everywhere(instance)]
         instance.begin_wake()
         began = copy_seconds = 0.0
         copied_bytes = 0
@@ -87,33 +90,33 @@ class Loads:
         try:
             if image is not None:
                 await self._room_on_host(image)
-            await self._promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_before))
+            for each, held_bytes in parts:
+                await each.promise(instance, prepared.frame_count, max(0, instance.working_bytes - held_bytes))
             if image is None or not prepared.frame_count:
-                await self._make_room()
-                account.grant(instance.name)
+                for each, _ in parts:
+                    await each.grant(instance)
             else:
-                async with self._memory.arena.staged(image, self._worth_in_arena) as staged:
-                    await self._make_room()
+                async with self.memory.arena.staged(image, self._worth_in_arena) as staged:
+                    await self.make_room()
                     allocation = pool.take(instance.name, image.digest, self._worth)
                     frames, began = allocation.frames, time.perf_counter()
                     late_seconds = self._late_seconds(image)
                     copy_seconds = await pool.fill(allocation, staged, late_seconds, fence=instance.fence, begun=begun)
-                copied_bytes = allocation.missing * self._memory.device.frame_bytes
-                if self._memory.arena.holds(image.digest):
+                copied_bytes = allocation.missing * self.memory.device.frame_bytes
+                if self.memory.arena.holds(image.digest):
                     self._learn_rate(copied_bytes, copy_seconds)
         except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
-                account.cancel(instance.name)
+                for each, _ in parts:
+                    each.cancel(instance)
                 return False
             if mapping is not None:  # what its streams wait for never comes: nothing of it may be answered
                 if not await instance.kill(explained(instance, error)):
                     pool.quarantine(instance.name)
                 return False
-            account.cancel(instance.name)
             pool.release(instance.name)
-            account.give_back(
-                instance.name, Kind.WORKING, account.held_bytes(instance.name, Kind.WORKING) - held_before
-            )
+            for each, held_bytes in parts:
+                each.cancel(instance, held_bytes)
             instance.wake_failed()
             raise explained(instance, error) from None
         except asyncio.CancelledError:
@@ -138,7 +141,7 @@ class Loads:
             await instance.kill(error)
             if image is not None and error.reason is Reason.PROBE_FAILED:  # its copies in memory may be what is wrong
                 pool.forget(image.digest)
-                self._memory.arena.drop(image.digest)
+                self.memory.arena.drop(image.digest)
             return False
         finally:
             instance.proving = False
@@ -153,14 +156,14 @@ class Loads:
         Raises:
             OmniError: it cannot; its process is to be killed.
         """
-        if self._memory.device.on_host:
-            self._memory.ledger.host.give_back(instance.name, Kind.PROCESS)
-        proves, measures = proves_wakes(instance), servers.serves(instance, self._memory)
+        if self.memory.device.on_host:
+            self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
+        proves, measures = proves_wakes(instance), servers.serves(instance, self.memory)
         instance.proving, slept, process = proves or measures, instance.asleep, instance.process
         try:
             await instance.wake(frames, copy_seconds, fence_base)
             if process is not None and measures:
-                await servers.check_woken(instance, process, self._memory)
+                await servers.check_woken(instance, process, [each.memory for each in self._everywhere(instance)])
             if proves:
                 await prove(instance)
         except OmniError as error:
@@ -171,18 +174,34 @@ class Loads:
     async def _room_on_host(self, image: ImageRef) -> None:
         """Have warm processes give way to an image that is to be woken; the arena says so when they cannot."""
         deadline = time.monotonic() + FREED_SECONDS
-        while (short_bytes := self._memory.arena.short_bytes(image)) and time.monotonic() < deadline:
+        while (short_bytes := self.memory.arena.short_bytes(image)) and time.monotonic() < deadline:
             if not self._relieve(short_bytes):
                 return
             await asyncio.sleep(0.01)
 
-    async def _promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
+    def working_bytes(self, instance: Instance) -> int:
+        """What an instance holds of this device as working memory."""
+        return self.memory.ledger.device.held_bytes(instance.name, Kind.WORKING)
+
+    async def grant(self, instance: Instance) -> None:
+        """Turn what was promised to an instance without frames into its own. Raises LedgerError."""
+        await self.make_room()
+        self.memory.ledger.device.grant(instance.name)
+
+    def cancel(self, instance: Instance, working_bytes: int | None = None) -> None:
+        """Take back what was promised for a wake, and what was granted beyond `working_bytes`."""
+        account = self.memory.ledger.device
+        account.cancel(instance.name)
+        if working_bytes is not None:
+            account.give_back(instance.name, Kind.WORKING, self.working_bytes(instance) - working_bytes)
+
+    async def promise(self, instance: Instance, frame_count: int, working_bytes: int) -> None:
         """Have the bytes of a wake set aside. Victims were told to leave, but one that is killed takes a moment.
 
         Raises:
             LedgerError: they did not come free.
         """
-        account, deadline = self._memory.ledger.device, time.monotonic() + FREED_SECONDS
+        account, deadline = self.memory.ledger.device, time.monotonic() + FREED_SECONDS
         while True:
             try:
                 account.promise(instance.name, frame_count, working_bytes)
@@ -194,7 +213,7 @@ class Loads:
             self._end_sleepers(instance, frame_count * account.frame_bytes + working_bytes - account.free_bytes)
             await asyncio.sleep(0.01)
 
-    async def _make_room(self) -> None:
+    async def make_room(self) -> None:
         """Bring frames into line with what is promised, until they are: others may be seen to hold more meanwhile.
 
         Raises:
@@ -202,14 +221,14 @@ class Loads:
         """
         deadline = time.monotonic() + FREED_SECONDS
         while True:
-            await self._memory.frames.make_room(self._worth)
-            if not self._memory.ledger.device.surplus_frames() or time.monotonic() > deadline:
+            await self.memory.frames.make_room(self._worth)
+            if not self.memory.ledger.device.surplus_frames() or time.monotonic() > deadline:
                 return
             await asyncio.sleep(0.01)
 
     def _late_seconds(self, image: ImageRef) -> float:
         """After which a copy of an image that is staged counts as failed."""
-        from_disk = not self._memory.arena.holds(image.digest)
+        from_disk = not self.memory.arena.holds(image.digest)
         return _COPY_SECONDS + (image.stored_bytes / _SLOWEST_DISK_BYTES if from_disk else 0.0)
 
     def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
@@ -219,15 +238,16 @@ class Loads:
         self.copy_bytes_per_second = measured if rate is None else rate + _RATE_WEIGHT * (measured - rate)
 
     def free(self, instance: Instance) -> None:
-        """Free what an instance held whose process is gone."""
-        self._memory.frames.recover(instance.name)
-        self._memory.frames.release(instance.name)
-        self._memory.ledger.forget(instance.name)
+        """Free what an instance held whose process is gone, on all its devices."""
+        for each in self._everywhere(instance):
+            each.memory.frames.recover(instance.name)
+            each.memory.frames.release(instance.name)
+            each.memory.ledger.forget(instance.name)
         self.drop_fence(instance)
 
     def drop_fence(self, instance: Instance) -> None:
         """Let go of the fence of a process that is gone, once no copy writes it any more."""
-        if instance.fence is not None and instance.process is None and not self._memory.frames.filling(instance.name):
+        if instance.fence is not None and instance.process is None and not self.memory.frames.filling(instance.name):
             instance.fence.close()
             instance.fence = None
 

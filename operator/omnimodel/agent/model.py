@@ -335,7 +335,7 @@ class Model:
         """The model now."""
         failures = self.serving.failures
         ready, reason, message = self._readiness(failures.repeated or failures.waiting(time.monotonic()))
-        report = instance_report(self.serving, self._broker(self.serving).memory.ledger)
+        report = instance_report(self.serving, [moves.memory for moves in self._devices.moves_of(self.serving)])
         return replace(
             report,
             phase=report.phase if self.phase == "serving" else self.phase,

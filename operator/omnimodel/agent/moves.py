@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,11 +49,13 @@ class Moves:
         memory: of the device.
         events: where moves are told to people.
         instances: all there are, by name.
+        under_way: moves of the instances of all devices, by name: one of several devices is in one move on all.
+        everywhere: the moves of each device that an instance is on.
         worth: of an image by its digest; the least worth loses its frames first.
         worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
-        changed: called when a move has ended.
+        changed: called with an instance when a move of it has ended.
     """
 
     def __init__(
@@ -61,17 +63,20 @@ class Moves:
         memory: DeviceMemory,
         events: EventLog,
         instances: Mapping[str, Instance],
+        under_way: dict[str, asyncio.Task[None]],
         *,
+        everywhere: Callable[[Instance], Sequence[Moves]],
         worth: Callable[[str], float],
         worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
         vacate: Callable[[int], bool],
         measure: Callable[[Instance], Awaitable[None]],
-        changed: Callable[[], None],
+        changed: Callable[[Instance], None],
     ) -> None:
         self.memory = memory
         self.loads = Loads(
             memory,
+            everywhere=lambda instance: [moves.loads for moves in everywhere(instance)],
             worth=worth,
             worth_in_arena=worth_in_arena,
             relieve=relieve,
@@ -88,18 +93,20 @@ class Moves:
         self._instances = instances
         self._measure = measure
         self._changed = changed
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._everywhere = everywhere
+        self._under_way = under_way
 
     def __contains__(self, name: str) -> bool:
         return name in self._under_way
 
     async def close(self, instances: Iterable[Instance]) -> None:
         """End every process and every move; what does not end in time is left to the kernel."""
-        for name, move in self._under_way.items():
-            log.debug("move_given_up model=%s", name)
+        own = list(instances)
+        moves = [self._under_way[instance.name] for instance in own if instance.name in self]
+        for move in moves:
+            log.debug("move_given_up task=%s", move.get_name())
             move.cancel()
-        moves = list(self._under_way.values())
-        await asyncio.gather(*(instance.kill() for instance in instances), return_exceptions=True)
+        await asyncio.gather(*(instance.kill() for instance in own), return_exceptions=True)
         if moves:
             await asyncio.wait(moves, timeout=FREED_SECONDS)
         await self.contexts.close()
@@ -114,7 +121,7 @@ class Moves:
             finally:
                 if self._under_way.get(instance.name) is asyncio.current_task():
                     del self._under_way[instance.name]
-                self._changed()
+                self._changed(instance)
 
         task = asyncio.create_task(run(), name=f"move {instance.name}")
         self._under_way[instance.name] = task
@@ -257,7 +264,8 @@ class Moves:
     ) -> None:
         """RESIDENT -> WARM or FROZEN; a process that does not acknowledge is killed, and then its frames are free."""
         began = time.perf_counter()
-        leave = partial(servers.leave, instance, self.memory) if servers.serves(instance, self.memory) else None
+        memories = [moves.memory for moves in self._everywhere(instance)]
+        leave = partial(servers.leave, instance, memories) if servers.serves(instance, self.memory) else None
         try:
             await instance.evict(freeze=freeze, why=why, trim=weighed is None, leave=leave)
         except OmniError as error:
@@ -277,7 +285,9 @@ class Moves:
             weighed.append(await self.contexts.weigh(instance))
         if instance.state is not State.FROZEN:
             if instance.foreign:
-                self.memory.ledger.device.set(instance.name, Kind.WORKING, instance.asleep_bytes)
+                for memory in memories:
+                    left_bytes = instance.asleep_bytes.get(memory.device.name, 0)
+                    memory.ledger.device.set(instance.name, Kind.WORKING, left_bytes)
             else:
                 await self.contexts.given_back(instance, self.parks)
         instance.history.last_evict_seconds = time.perf_counter() - began
@@ -332,7 +342,8 @@ class Moves:
 
     def _end_sleepers(self, instance: Instance, short_bytes: int) -> None:
         """Stop servers that sleep, for what stays of them on the device is missing."""
-        for sleeper in servers.sleepers(self._instances.values(), self.__contains__, short_bytes):
+        name = self.memory.device.name
+        for sleeper in servers.sleepers(self._instances.values(), name, self.__contains__, short_bytes):
             self.step_off(sleeper, f"{instance.name} needs what stays of it on the device", "room", stop=True)
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
@@ -341,12 +352,13 @@ class Moves:
         self.loads.free(instance)
         if error is not None:
             self.failed(instance, error)
-        self._changed()
+        self._changed(instance)
 
     def failed(self, instance: Instance, error: OmniError) -> None:
         """Note a failure and tell people."""
         if error.reason is Reason.DEVICE_LOST:  # no fault of the model's: it is woken elsewhere, at once
-            self.lost = self.lost or error
+            if instance.spread.count == 1:  # else it may be another of its devices, which has been told
+                self.lost = self.lost or error
         else:
             instance.fail(error)
         self.tell(instance, str(error.reason), error.advice, warning=True)
@@ -359,7 +371,7 @@ class Moves:
         """Let the next model of unknown size be measured."""
         if self.measuring == instance.name:
             self.measuring = None
-        self._changed()
+        self._changed(instance)
 
 
 def _wake_cause(instance: Instance) -> str:

@@ -22,7 +22,7 @@ class Orders:
     """See the module.
 
     Args:
-        instances: all that the broker decides about, by name.
+        forget: decides about an instance no more.
         moves: begins what is ordered.
         kick: lets the broker look again.
         reason: why a model waits, by its name.
@@ -30,13 +30,13 @@ class Orders:
 
     def __init__(
         self,
-        instances: dict[str, Instance],
         moves: Moves,
         *,
+        forget: Callable[[Instance], None],
         kick: Callable[[], None],
         reason: Callable[[str], str],
     ) -> None:
-        self._instances = instances
+        self._forget = forget
         self._moves = moves
         self._kick = kick
         self._reason = reason
@@ -126,7 +126,7 @@ class Orders:
             self._moves.on_exit(instance, None)
         else:
             self._moves.memory.frames.quarantine(instance.name)
-        self._instances.pop(instance.name, None)
+        self._forget(instance)
         instance.line.refuse(instance.door.refusal)
         self._kick()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import State
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
     from omnimodel.agent.broker import Broker
 
 
-def relieve_host(brokers: Iterable[Broker], short_bytes: int) -> bool:
+def relieve_host(brokers: Iterable[Broker], short_bytes: int, worth: Callable[[str], float]) -> bool:
     """Give up images of the arena, then warm processes, since host memory is short.
 
     Args:
         brokers: of all devices; they share the host's account and the arena.
         short_bytes: how much is wanted.
+        worth: of an image by its digest, to any model.
 
     Returns:
         Whether any bytes are free now that were not, or will be in a moment.
     """
     all_of_them = list(brokers)
-    here = [(broker, instance) for broker in all_of_them for instance in broker.instances.values()]
+    here = {name: (broker, it) for broker in all_of_them for name, it in broker.instances.items()}.values()
     memory = all_of_them[0].memory
     host = memory.ledger.host
     going = (i for b, i in here if i.name in b.moves and i.state in {State.WARM, State.STOPPING})
     coming_bytes = sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
     if coming_bytes < short_bytes:
-        coming_bytes += memory.arena.give_up(short_bytes - coming_bytes, all_of_them[0].worth_in_arena)
+        coming_bytes += memory.arena.give_up(short_bytes - coming_bytes, worth)
     warm = [
         (broker, instance)
         for broker, instance in here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnimodel.agent.instance import Instance, State
@@ -9,8 +10,7 @@ from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.report import DeviceReport, ModelReport, ProcessReport
 
 if TYPE_CHECKING:
-    from omnimodel.agent.moves import Moves
-    from omnimodel.memory.ledger import Ledger
+    from omnimodel.agent.moves import DeviceMemory, Moves
 
 MOST_TENSORS = 256  # of one model; each has a name of at most so many characters, and so many dimensions
 
@@ -57,9 +57,13 @@ def device_report(moves: Moves) -> DeviceReport:
     )
 
 
-def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
-    """An instance that has been brought up, now; the caller says whether the model is ready."""
-    device_bytes, host_bytes = ledger.held_by(instance.name)
+def instance_report(instance: Instance, memories: Sequence[DeviceMemory]) -> ModelReport:
+    """An instance that has been brought up, now; the caller says whether the model is ready.
+
+    Args:
+        memories: of its devices.
+    """
+    held = [memory.ledger.held_by(instance.name) for memory in memories]  # of one host
     return ModelReport(
         namespace=instance.namespace,
         name=instance.model,
@@ -69,9 +73,9 @@ def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
         ready=False,
         message=instance.message,
         weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
-        working_bytes=instance.working_bytes if instance.measured else 0,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
+        working_bytes=instance.working_bytes * instance.spread.count if instance.measured else 0,
+        device_bytes=sum(device_bytes for device_bytes, _ in held),
+        host_bytes=held[0][1],
         waiting=sum(not waiter.system for waiter in instance.line.waiting),
         in_flight=instance.line.in_flight - instance.line.system_in_flight,
         served=instance.line.served,
@@ -85,7 +89,7 @@ def instance_report(instance: Instance, ledger: Ledger) -> ModelReport:
         last_request_seconds=instance.history.last_request_seconds,
         since_seconds=instance.since_seconds,
         store=instance.prepared.image.store if instance.prepared and instance.prepared.image else "",
-        device=instance.device,
+        device=str(instance.spread),
         inputs=tensors(instance, "inputs"),
         outputs=tensors(instance, "outputs"),
         process=_process(instance),

@@ -1,7 +1,8 @@
 """Servers of foreign engines on a device with memory of its own: what they hold there is what the driver says.
 
 A server that can sleep is put to sleep, and stopped when that does not give the memory back. What stays of one that
-sleeps is in the ledger, and goes when a wake needs the room: the sleeper that is missed least is stopped.
+sleeps is in the ledger, and goes when a wake needs the room: the sleeper that is missed least is stopped. All of that
+holds for each device of a server that spreads its model over several.
 
 A process tree is not parked by the driver's checkpoint: of servers with several processes it has not come back, or
 hung. Source: NVIDIA/cuda-checkpoint#27, #45, #47.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,8 @@ def serves(instance: Instance, memory: DeviceMemory) -> bool:
     return instance.foreign and not memory.device.on_host
 
 
-async def leave(instance: Instance, memory: DeviceMemory, process: ModelProcess) -> str:
-    """Have a server off the device: asleep, or stopped; what stays is `instance.asleep_bytes`.
+async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: ModelProcess) -> str:
+    """Have a server off its devices: asleep, or stopped; what stays on each is `instance.asleep_bytes`.
 
     Returns:
         What has become of the server.
@@ -50,20 +51,22 @@ async def leave(instance: Instance, memory: DeviceMemory, process: ModelProcess)
         OmniError: it has not left; its process is to be killed.
     """
     seconds = instance.limits.drain_seconds + _MARGIN_SECONDS
-    if await _may_sleep(instance, process, memory):
-        held_bytes = await _bytes(process, memory)
+    if await _may_sleep(instance, process, memories):
+        held = await _bytes(process, memories)
         reply = await process.command(Evict(sleep=True), (), seconds + SLEEP_SECONDS)
-        most_bytes = int(held_bytes * ASLEEP_SHARE)
-        left_bytes = await _settled(process, memory, most_bytes)
+        most = {name: int(held_bytes * ASLEEP_SHARE) for name, held_bytes in held.items()}
+        left = await _settled(process, memories, most)
+        kept = next((name for name in left if left[name] > most[name]), None)
         if reply.values.get("asleep") is not True:
             instance.sleepless = "it did not fall asleep"
-        elif left_bytes > most_bytes:
-            instance.sleepless = f"it kept {bytes_text(left_bytes)} of {bytes_text(held_bytes)} in its sleep"
+        elif kept is not None:
+            instance.sleepless = f"it kept {bytes_text(left[kept])} of {bytes_text(held[kept])} in its sleep"
         else:
-            instance.asleep, instance.asleep_bytes = True, left_bytes
+            instance.asleep, instance.asleep_bytes = True, left
             return "its server sleeps"
     await process.command(Evict(), (), seconds)
-    if memory.device.meter is not None and (left_bytes := await _settled(process, memory, 0)):
+    left = await _settled(process, memories, {})
+    if left_bytes := sum(left.values()):
         raise ProcessError(
             instance.subject,
             f"{bytes_text(left_bytes)} of the device are still its own after its server was stopped",
@@ -73,41 +76,44 @@ async def leave(instance: Instance, memory: DeviceMemory, process: ModelProcess)
     return f"its server was stopped: {instance.sleepless}" if instance.sleepless else "its server was stopped"
 
 
-async def check_woken(instance: Instance, process: ModelProcess, memory: DeviceMemory) -> None:
+async def check_woken(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> None:
     """Hold a server that has just been woken to what its manifest says it takes.
 
     Raises:
-        ProcessError: it has more than that, which nobody has set aside.
+        ProcessError: it has more of a device than that, which nobody has set aside.
     """
-    if memory.device.meter is None:
-        return
-    held_bytes = await _bytes(process, memory)
-    if held_bytes > instance.working_bytes:
-        raise ProcessError(
-            instance.subject,
-            f"its server holds {bytes_text(held_bytes)} of the device, of {bytes_text(instance.working_bytes)} granted",
-            "raise resources.deviceMemory, or have its engine take less",
-            reason=Reason.OUT_OF_MEMORY,
-        )
+    granted_bytes = instance.working_bytes
+    for name, held_bytes in (await _bytes(process, memories)).items():
+        if held_bytes > granted_bytes:
+            where = "the device" if len(memories) == 1 else name
+            raise ProcessError(
+                instance.subject,
+                f"its server holds {bytes_text(held_bytes)} of {where}, of {bytes_text(granted_bytes)} granted",
+                "raise resources.deviceMemory, or have its engine take less",
+                reason=Reason.OUT_OF_MEMORY,
+            )
 
 
-def sleepers(instances: Iterable[Instance], busy: Callable[[str], bool], short_bytes: int) -> list[Instance]:
+def sleepers(
+    instances: Iterable[Instance], device: str, busy: Callable[[str], bool], short_bytes: int
+) -> list[Instance]:
     """Who has to be stopped for so many bytes to come free: those that sleep, the least missed first.
 
     Args:
         instances: all there are.
+        device: where the bytes are missing.
         busy: whether one, by its name, is in a move.
         short_bytes: that are missing.
     """
-    asleep = [instance for instance in instances if instance.asleep and instance.asleep_bytes]
-    short_bytes -= sum(instance.asleep_bytes for instance in asleep if busy(instance.name) and _going(instance))
+    asleep = [instance for instance in instances if instance.asleep and instance.asleep_bytes.get(device)]
+    short_bytes -= sum(i.asleep_bytes[device] for i in asleep if busy(i.name) and _going(i))
     resting = [instance for instance in asleep if instance.state is State.WARM and not busy(instance.name)]
     chosen = []
     for instance in sorted(resting, key=lambda i: (i.line.busy, i.residency.priority, i.line.last_arrival_seconds)):
         if short_bytes <= 0:
             break
         chosen.append(instance)
-        short_bytes -= instance.asleep_bytes
+        short_bytes -= instance.asleep_bytes[device]
     return chosen
 
 
@@ -115,14 +121,17 @@ def _going(instance: Instance) -> bool:
     return instance.state is State.STOPPING
 
 
-async def _may_sleep(instance: Instance, process: ModelProcess, memory: DeviceMemory) -> bool:
+async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> bool:
     """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights."""
-    if instance.spec["engine"] not in SLEEPERS or instance.sleepless or memory.device.meter is None:
+    if instance.spec["engine"] not in SLEEPERS or instance.sleepless:
+        return False
+    held = await _bytes(process, memories)
+    if len(held) < len(memories) or not all(held.values()):  # a driver that does not see it awake cannot say it sleeps
         return False
     source = instance.prepared.source if instance.prepared else None
-    if source is None or not await _bytes(process, memory):  # a driver that does not see it awake cannot say it sleeps
+    if source is None:
         return False
-    return memory.ledger.host.free_bytes >= await asyncio.to_thread(_weights_bytes, source)
+    return memories[0].ledger.host.free_bytes >= await asyncio.to_thread(_weights_bytes, source)
 
 
 def _weights_bytes(source: Path) -> int:
@@ -131,24 +140,24 @@ def _weights_bytes(source: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-async def _settled(process: ModelProcess, memory: DeviceMemory, most_bytes: int) -> int:
-    """What a process and its children have on the device, once it is as little as that, or after a while."""
+async def _settled(process: ModelProcess, memories: Sequence[DeviceMemory], most: Mapping[str, int]) -> dict[str, int]:
+    """What a process and its children have on each device, once it is as little as that, or after a while."""
     deadline = time.monotonic() + _SETTLED_SECONDS
     while True:
-        left_bytes = await _bytes(process, memory)
-        if left_bytes <= most_bytes or time.monotonic() > deadline:
-            return left_bytes
+        left = await _bytes(process, memories)
+        if all(left_bytes <= most.get(name, 0) for name, left_bytes in left.items()) or time.monotonic() > deadline:
+            return left
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _bytes(process: ModelProcess, memory: DeviceMemory) -> int:
-    """What the driver says that a process and its children have on the device."""
-    meter = memory.device.meter
-    assert meter is not None
+async def _bytes(process: ModelProcess, memories: Sequence[DeviceMemory]) -> dict[str, int]:
+    """What the driver says that a process and its children have on each device that it tells of."""
 
-    def measure() -> int:
-        held = meter.process_bytes()
-        return sum(held.get(pid, 0) for pid in _tree(process))
+    def measure() -> dict[str, int]:
+        meters = {memory.device.name: memory.device.meter for memory in memories}
+        told = {name: meter.process_bytes() for name, meter in meters.items() if meter is not None}
+        tree = _tree(process)
+        return {name: sum(held.get(pid, 0) for pid in tree) for name, held in told.items()}
 
     return await asyncio.to_thread(measure)
 

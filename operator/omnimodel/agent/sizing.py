@@ -56,12 +56,16 @@ class Sizes:
         return self._devices.on_host
 
     def find(self, instance: Instance) -> None:
-        """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured."""
+        """Set its working memory: as the manifest says, or as measured before; else it gets a grant to be measured.
+
+        What the manifest says of a model over several devices is their sum, of which each grants an equal part.
+        """
         declared = instance.spec["deviceMemoryBytes"]
         measures = self._on_host or self._devices.of(instance).moves.contexts.measured
         known = Footprint.load(self._layout, self._name(instance)) if measures else None
         if declared:
-            instance.working_bytes = max(declared - instance.weights_bytes, WORKING_STEP_BYTES)
+            each_bytes = -(-declared // instance.spread.count)
+            instance.working_bytes = max(each_bytes - instance.weights_bytes, WORKING_STEP_BYTES)
             instance.measured = True
         elif known is not None:
             instance.working_bytes = known.working_bytes

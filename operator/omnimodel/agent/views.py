@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance, State
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleModel
-from omnimodel.placement.state import Drain, ModelState
+from omnimodel.placement.state import ModelState
 
 if TYPE_CHECKING:
     from omnimodel.agent.moves import DeviceMemory, Moves
@@ -42,12 +42,17 @@ def model_state(instance: Instance, now: float, moves: Moves) -> ModelState:
         frozen_bytes=instance.beside_bytes if frozen else 0,
         frozen_since=instance.frozen_since_seconds if frozen else None,
         wanted_since=instance.wanted_since_seconds,
-        loadable=_loadable(instance, now, moves),
+        loadable=loadable(instance, now, moves) and _is_asked(instance, moves.memory.device.name),
         start_seconds=instance.start_seconds,
     )
 
 
-def _loadable(instance: Instance, now: float, moves: Moves) -> bool:
+def _is_asked(instance: Instance, device: str) -> bool:
+    """Whether a device is to make room for it now, as far as its others are concerned."""
+    return instance.spread.is_turn_of(device) and (not instance.blocked or instance.blocked_by == device)
+
+
+def loadable(instance: Instance, now: float, moves: Moves) -> bool:
     """Whether a wake can be tried now. Sizes that are not known yet are measured one model at a time."""
     if instance.prepared is None or instance.name in moves or instance.state not in _RESTING:
         return False
@@ -91,15 +96,15 @@ def idle_models(instances: Iterable[Instance], moves: Moves) -> list[IdleModel]:
     ]
 
 
-def free_bytes(instances: Mapping[str, Instance], drains: Sequence[Drain], budget_bytes: int, lost_bytes: int) -> int:
+def free_bytes(instances: Mapping[str, Instance], reserving: Iterable[str], budget_bytes: int, lost_bytes: int) -> int:
     """Budget less what is held and reserved; what victims on their way out, and warm ones, still hold counts as free.
 
     Args:
         instances: all of the device, by name.
-        drains: under way.
+        reserving: names of those whose needs are reserved.
         budget_bytes: of the device.
         lost_bytes: what nobody can have: it was set apart, or its process has ended and it did not come back.
     """
     held = sum(instance.held_bytes for instance in instances.values())
-    reserved = sum(instances[drain.target].need_bytes for drain in drains if drain.target in instances)
+    reserved = sum(instances[name].need_bytes for name in reserving if name in instances)
     return budget_bytes - lost_bytes - held - reserved

@@ -14,7 +14,7 @@ from omnimodel.api.mounts import Mount
 from omnimodel.api.priority import Priority
 from omnimodel.api.probe import Probe
 from omnimodel.api.references import text_or
-from omnimodel.api.runtime import Runtime
+from omnimodel.api.runtime import FOREIGN, Runtime
 from omnimodel.api.source import Source
 from omnimodel.api.status import ModelStatus
 
@@ -42,7 +42,8 @@ class Resources(Part):
     device_memory: QuantityOrAuto = Field(
         default="auto",
         description="Device memory of the whole footprint, weights and working memory, as a quantity; `auto` measures "
-        "it at the first load and remembers it. A quantity wins over what was measured.",
+        "it at the first load and remembers it. A quantity wins over what was measured. Over several `devices` it is "
+        "the sum, and each of them grants an equal part.",
         examples=["600Mi"],
     )
     host_memory: QuantityOrAuto = Field(
@@ -56,8 +57,9 @@ class Resources(Part):
     )
     devices: Annotated[int, whole(1, 64, "how many devices, never an index,")] = Field(
         default=1,
-        description="How many devices the model is spread over; which ones is the system's choice.",
-        examples=[1],
+        description="How many GPUs of one machine the model is spread over, by a server of others that does so "
+        "itself; which ones is the system's choice. Of a pool with `device.type: cuda` and as large a `device.count`.",
+        examples=[2],
     )
 
 
@@ -304,10 +306,11 @@ class ModelSpec(Part):
     )
     rules = (
         Rule(
-            "!has(self.resources) || !has(self.resources.devices) || self.resources.devices == 1",
-            lambda self: self.resources.devices == 1,
-            "no engine of this version spreads a model over several devices",
-            "write devices: 1, or remove it",
+            "!has(self.resources) || !has(self.resources.devices) || self.resources.devices == 1 || "
+            "!(self.runtime.engine in ['transformers', 'python'])",
+            lambda self: self.resources.devices == 1 or self.runtime.engine in FOREIGN,
+            "engines transformers and python keep a model on one device",
+            "write devices: 1, or engine: vllm, sglang, llamacpp or command",
             "resources.devices",
         ),
         *(

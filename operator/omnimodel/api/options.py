@@ -87,7 +87,11 @@ OPTIONS: Mapping[tuple[str, str], Mapping[str, Option]] = {
         "contextTokens": _LONGEST,
         "maxBatch": _BATCH,
         "cacheMemory": Option(
-            MEMORY, "Device memory of its cache of keys and values, a part of `resources.deviceMemory`.", "8Gi", True
+            MEMORY,
+            "Device memory of its cache of keys and values, a part of `resources.deviceMemory`, and like that the sum "
+            "over all its devices.",
+            "8Gi",
+            True,
         ),
     },
     ("sglang", "text-generation"): {

@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, str] = {
     "device-id": _DEVICES,
     "main-gpu": _DEVICES,
     "base-gpu-id": _DEVICES,
+    "tensor-split": _DEVICES,
     "tensor-parallel-size": _DEVICES,
     "tp-size": _DEVICES,
     "pipeline-parallel-size": _DEVICES,

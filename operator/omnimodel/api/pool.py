@@ -27,7 +27,7 @@ class Device(Part):
         examples=["cpu"],
     )
     count: Annotated[int, whole(1, 64, "how many devices, never an index,")] = Field(
-        default=1, description="Devices of one pod. A model is on one of them; the system chooses which.", examples=[1]
+        default=1, description="Devices of one pod. The system chooses on which of them a model is.", examples=[1]
     )
     memory: PoolQuantity = Field(
         default="auto",

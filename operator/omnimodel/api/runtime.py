@@ -225,7 +225,8 @@ class Runtime(Part):
     command: list[Annotated[str, plain(4096)]] = Field(
         default_factory=list,
         max_length=128,
-        description="For engine command: argv, with {port} or {socket} where the program takes the address.",
+        description="For engine command: argv, with {port} or {socket} where the program takes the address, and "
+        "{devices} where it takes how many GPUs it sees.",
         examples=[["python", "-m", "myserver", "--port", "{port}"]],
     )
     health_path: AbsolutePath | None = Field(

@@ -79,8 +79,8 @@ class ResidencyEntry(Observed):
         description="Published store that its image comes from; empty for the pod's own.",
         examples=["catalogue"],
     )
-    device: Annotated[str, plain(63)] = Field(
-        default="", description="Device of the pod that it is placed on.", examples=["cuda:1"]
+    device: Annotated[str, plain(1024)] = Field(
+        default="", description="Device of the pod that it is placed on, or its devices.", examples=["cuda:1"]
     )
 
 

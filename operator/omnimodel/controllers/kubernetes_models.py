@@ -167,14 +167,6 @@ def _refusal(snapshot: ModelSnapshot) -> Refusal | None:
         known = ", ".join(sorted(set(snapshot.pools))) or "none"
         message = f"asks for pool {model.spec.pool}, which does not exist; pools: {known}"
         return Refusal(Reason.POOL_NOT_FOUND, message)
-    if model.spec.resources.devices > snapshot.pool.spec.device.count:
-        message = (
-            f"asks for {model.spec.resources.devices} devices, but pods of pool {snapshot.pool.metadata.name} have"
-            f" {snapshot.pool.spec.device.count}"
-        )
-        return Refusal(
-            Reason.TOO_LARGE, message, "write fewer resources.devices, or raise spec.device.count of the pool"
-        )
     finding = snapshot.assigned.refusal
     return None if finding is None else Refusal(finding.reason, finding.problem, finding.cure)
 

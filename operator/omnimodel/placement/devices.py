@@ -4,11 +4,12 @@ A process is bound to one device, so a model that goes to another is started ane
 for next; so a model pays for a start elsewhere once staying has cost it as much, and no sooner: by waiting for requests
 in flight that stand in its way, or by being woken again and again where it could have stayed. In all, then, starts
 cost no more than the waits that led to them. A model without a process has no such bond: it goes where there is room.
+One that is spread over several devices takes the best, then the best of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -126,6 +127,29 @@ def choose_device(model: ModelState, stay: Stay, devices: Sequence[DeviceState])
         ),
     )
     return Choice(best.device.name, best.why)
+
+
+def choose_devices(
+    model: ModelState, here: Collection[str], devices: Sequence[DeviceState], count: int
+) -> tuple[Choice, ...]:
+    """Choose where a model without a process is woken that needs several devices.
+
+    Args:
+        model: who waits; its bytes are those on one device.
+        here: devices that it is placed on; of equals it stays on those.
+        devices: all that can be used; at least `count`.
+        count: how many it needs.
+
+    Returns:
+        A choice for each, in the order of `devices`.
+    """
+    left, chosen = list(devices), []
+    for _ in range(count):
+        stay = Stay(next((device.name for device in left if device.name in here), ""))
+        chosen.append(choose_device(model, stay, left))
+        left = [device for device in left if device.name != chosen[-1].device]
+    places = [device.name for device in devices]
+    return tuple(sorted(chosen, key=lambda choice: places.index(choice.device)))
 
 
 class _Cost:

@@ -1,9 +1,10 @@
 """What stands for a server of vLLM or SGLang, written from their documents: neither can be installed without a GPU.
 
-As theirs, it is a process that speaks HTTP and a child that has the device. The child's memory on the device is
-mappings of memfds named `device`, which the emulated driver counts; its weights are really there, and every answer is
-made from them. As theirs, it dies when it is asked something while it sleeps, and when it is told to sleep with a
-request under way that it does not wait for. `STANDIN_FAULT` names what else goes wrong.
+As theirs, it is a process that speaks HTTP and a child for each device. A child's memory on its device is mappings of
+memfds named by the device, which the emulated driver counts; its part of the weights is really there, and every answer
+is made from all parts. As theirs, it dies when it is asked something while it sleeps, and when it is told to sleep with
+a request under way that it does not wait for. `STANDIN_FAULT` names what else goes wrong: in every child, or with
+`FAULT@1` in that of the second device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 CONTEXT_BYTES = 8 << 20
-FAULT = os.environ.get("STANDIN_FAULT", "")
+FAULT, _, FAULTY_RANK = os.environ.get("STANDIN_FAULT", "").partition("@")
+# The numbers of the devices that it is shown, which the emulated driver has for the last bytes of their UUIDs.
+DEVICES = [int(shown[-2:], 16) for shown in os.environ.get("CUDA_VISIBLE_DEVICES", "00").split(",")]
 
 
 def tell(text: str) -> None:
@@ -31,10 +34,10 @@ def tell(text: str) -> None:
 
 
 class Allocation:
-    """Memory on the device."""
+    """Memory on a device that it is shown, the first unless another is said."""
 
-    def __init__(self, size_bytes: int) -> None:
-        descriptor = os.memfd_create("unseen" if FAULT == "unseen" else "device")
+    def __init__(self, size_bytes: int, rank: int = 0) -> None:
+        descriptor = os.memfd_create("unseen" if FAULT == "unseen" else f"device-{DEVICES[rank]}")
         os.ftruncate(descriptor, size_bytes)
         self.map = mmap.mmap(descriptor, size_bytes)
         os.close(descriptor)
@@ -44,16 +47,20 @@ class Allocation:
 
 
 class Engine:
-    """The child: weights, a cache and a context, on the device or not.
+    """A child: weights, a cache and a context, on its device or not.
 
     Args:
-        weights: the file's bytes.
-        cache_bytes: of its cache of keys and values.
+        weights: its part of the file's bytes.
+        cache_bytes: of its part of the cache of keys and values.
         backup: whether weights are kept in host memory while it sleeps.
+        rank: number of its device among those that it is shown.
     """
 
-    def __init__(self, weights: bytes, cache_bytes: int, *, backup: bool) -> None:
-        self.context = Allocation(CONTEXT_BYTES)
+    def __init__(self, weights: bytes, cache_bytes: int, *, backup: bool, rank: int = 0) -> None:
+        self.rank, self.fault = rank, "" if FAULTY_RANK and rank != int(FAULTY_RANK) else FAULT
+        self.context = Allocation(CONTEXT_BYTES, rank)
+        if self.fault == "greedy":
+            cache_bytes *= 2
         self.weights_bytes, self.cache_bytes, self.backup = len(weights), cache_bytes, backup
         self.kept = weights
         self.asleep = True
@@ -62,16 +69,16 @@ class Engine:
     def wake(self) -> None:
         if not self.asleep:
             return
-        self.weights, self.cache = Allocation(self.weights_bytes), Allocation(self.cache_bytes)
+        self.weights, self.cache = Allocation(self.weights_bytes, self.rank), Allocation(self.cache_bytes, self.rank)
         self.weights.map[:] = self.kept
         self.asleep = False
 
     def sleep(self, *, backup: bool) -> None:
-        self.kept = bytes(self.weights.map) if backup and FAULT != "garbled" else bytes(self.weights_bytes)
+        self.kept = bytes(self.weights.map) if backup and self.fault != "garbled" else bytes(self.weights_bytes)
         self.asleep = True
-        if FAULT == "keeps":
+        if self.fault == "keeps":
             return
-        if FAULT == "late":
+        if self.fault == "late":
             time.sleep(0.3)
         self.weights.free()
         self.cache.free()
@@ -89,11 +96,17 @@ def tensors(path: Path) -> bytes:
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
+def parts(content: bytes, count: int) -> list[bytes]:
+    """Content cut into equal parts."""
+    size = len(content) // count
+    return [content[rank * size : (rank + 1) * size] for rank in range(count)]
+
+
 def child(engine: Engine, link: socket.socket) -> None:
     """Do what the parent says, one thing after the other."""
     for line in link.makefile():
         said = json.loads(line)
-        if said["do"] == "sleep" and FAULT == "late":
+        if said["do"] == "sleep" and engine.fault == "late":
             link.sendall(b'""\n')
             engine.sleep(backup=said["backup"])
             continue
@@ -114,22 +127,26 @@ class Server:
     Args:
         model: folder of the weights.
         names: that it answers to; empty for any.
-        cache_bytes: of its cache.
+        cache_bytes: of its cache on each device.
         backup: whether weights are kept in host memory while it sleeps.
+        ranks: how many devices it is spread over.
     """
 
-    def __init__(self, model: str, names: list[str], cache_bytes: int, *, backup: bool) -> None:
+    def __init__(self, model: str, names: list[str], cache_bytes: int, *, backup: bool, ranks: int) -> None:
         (path,) = Path(model).glob("*.safetensors")
+        if ranks > len(DEVICES):
+            raise SystemExit(f"ValueError: World size ({ranks}) is larger than the number of GPUs ({len(DEVICES)})")
         self.names, self.sleeping, self.running = names, False, 0
         self.changed = threading.Condition()
         self.turn = threading.Lock()
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            ours.close()
-            child(Engine(tensors(path), cache_bytes * (2 if FAULT == "greedy" else 1), backup=backup), theirs)
-        theirs.close()
-        self.link = ours
-        self.lines = ours.makefile()
+        self.links = []
+        for rank, part in enumerate(parts(tensors(path), ranks)):
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                ours.close()
+                child(Engine(part, cache_bytes, backup=backup, rank=rank), theirs)
+            theirs.close()
+            self.links.append((ours, ours.makefile()))
         threading.Thread(target=self.watch, daemon=True).start()
         self.do("generate")  # it has loaded its weights before the server listens
         tell(f"engine starts {os.getpid()}")
@@ -140,9 +157,10 @@ class Server:
 
     def do(self, what: str, **more: object) -> str:
         with self.turn:
-            self.link.sendall(json.dumps({"do": what, **more}).encode() + b"\n")
-            line = self.lines.readline()
-        return json.loads(line) if line else os._exit(1)
+            for link, _ in self.links:
+                link.sendall(json.dumps({"do": what, **more}).encode() + b"\n")
+            lines = [answers.readline() for _, answers in self.links]
+        return "+".join(map(json.loads, lines)) if all(lines) else os._exit(1)
 
     def answer(self, seconds: float = 0.0) -> str:
         with self.changed:

@@ -197,7 +197,7 @@ async def _process(subject: Subject, layout: Layout, spawner: Spawner, number: i
         subject.spec,
         layout,
         subject.prepared,
-        device=subject.prepared.device,
+        devices=(subject.prepared.device,),
         memory_bytes=MEMORY_BYTES,
         number=number,
     )

@@ -48,6 +48,11 @@ class Setting:
         return cls(command.spec, Path(command.image), *window, command.threads, fence)
 
     @property
+    def devices(self) -> int:
+        """How many devices the process sees."""
+        return int(self.spec.get("devices") or 1)
+
+    @property
     def subject(self) -> str:
         """The model, for messages."""
         return subject_of(self.spec)

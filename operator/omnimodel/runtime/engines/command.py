@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,15 @@ if TYPE_CHECKING:
 
 
 def create(setting: Setting, ended: Callable[[int], None]) -> ForeignEngine:
-    """The engine of `runtime.command`, where `{port}` or `{socket}` stands for the address to listen on."""
+    """The engine of `runtime.command`.
+
+    `{port}` or `{socket}` stands for the address to listen on there, and `{devices}` for how many devices it sees.
+    """
     command = [*(setting.spec.get("command") or ()), *(setting.spec.get("args") or ())]
     check_command(setting, command)
 
     def argv(port: int) -> list[str]:
-        return [part.replace("{port}", str(port)).replace("{socket}", socket_path()) for part in command]
+        filled = {"{port}": str(port), "{socket}": socket_path(), "{devices}": str(setting.devices)}
+        return [functools.reduce(lambda text, name: text.replace(name, filled[name]), filled, part) for part in command]
 
     return ForeignEngine(setting, argv, setting.spec.get("healthPath") or "", ended)

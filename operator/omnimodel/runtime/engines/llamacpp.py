@@ -136,6 +136,8 @@ def command_line(setting: Setting, port: int) -> list[str]:
     if setting.threads > 0:
         argv += ["--n_threads", str(setting.threads), "--n_threads_batch", str(setting.threads)]
     if setting.device != "host":
+        if setting.devices > 1:  # alike, and not by what is free on each at that moment
+            argv += ["--tensor_split", *["1"] * setting.devices]
         argv += ["--n_gpu_layers", "-1"]
     if options.get("chatFormat"):
         argv += ["--chat_format", str(options["chatFormat"])]

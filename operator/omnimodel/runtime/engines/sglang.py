@@ -2,6 +2,7 @@
 
 Without a copy of the weights in host memory (`--enable-weights-cpu-backup`, SGLang 0.5.3 or later) a server answers
 gibberish after a resume. Its cache has its tokens by name: the share that it takes else is one of what it finds free.
+Over several GPUs each has its part of the weights, and of every token in the cache.
 
 Source: python/sglang/srt/entrypoints/http_server.py and docs/advanced_features/server_arguments.md of SGLang;
 sgl-project/sglang#6367 (weights), radixark/miles#86 (a release that is answered too early).
@@ -42,6 +43,8 @@ def command_line(setting: Setting, port: int) -> list[str]:
     argv += ["--host", "127.0.0.1", "--port", str(port)]
     argv += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     argv += ["--max-total-tokens", str(options["cacheTokens"])]
+    if setting.devices > 1:
+        argv += ["--tp-size", str(setting.devices)]
     argv += ["--max-running-requests", str(options.get("maxBatch") or spec["limits"]["concurrency"])]
     if options.get("contextTokens"):
         argv += ["--context-length", str(options["contextTokens"])]

@@ -2,7 +2,8 @@
 
 Level 1 keeps the weights in host memory and forgets the cache. Level 2 would forget the weights as well, and a server
 that is woken then answers gibberish until they are loaded again. The cache has its bytes by name: what a server finds
-free on a GPU that others use says nothing of what it may take.
+free on a GPU that others use says nothing of what it may take. Over several GPUs each has its part of the weights, and
+of the cache, of which the server is told the bytes on one.
 
 Source: docs/features/sleep_mode.md and docs/cli of vLLM 0.31; vllm-project/vllm#29341 (level 2), #55827 (two that
 measure at once), #15483 (a request while it sleeps).
@@ -50,7 +51,9 @@ def command_line(setting: Setting) -> list[str]:
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", source_path(setting)]
     argv += ["--served-model-name", card_name(model["namespace"], model["name"]), "--uds", socket_path()]
     argv += ["--enable-sleep-mode", "--gpu-memory-utilization", _LEAST_SHARE]
-    argv += ["--kv-cache-memory-bytes", str(parse_bytes(options["cacheMemory"]))]
+    argv += ["--kv-cache-memory-bytes", str(parse_bytes(options["cacheMemory"]) // setting.devices)]
+    if setting.devices > 1:
+        argv += ["--tensor-parallel-size", str(setting.devices)]
     argv += ["--max-num-seqs", str(options.get("maxBatch") or spec["limits"]["concurrency"])]
     if options.get("contextTokens"):
         argv += ["--max-model-len", str(options["contextTokens"])]

@@ -51,10 +51,15 @@ def main() -> None:
     parser.add_argument("--max-total-tokens", type=int, required=True)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--context-length", type=int)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", type=int, default=1)
     said = parser.parse_args()
     SglangHandler.saves, SglangHandler.backup = said.enable_memory_saver, said.enable_weights_cpu_backup
     SglangHandler.server_of = Server(
-        said.model_path, [], said.max_total_tokens * TOKEN_BYTES, backup=SglangHandler.backup
+        said.model_path,
+        [],
+        said.max_total_tokens * TOKEN_BYTES // said.tensor_parallel_size,
+        backup=SglangHandler.backup,
+        ranks=said.tensor_parallel_size,
     )
     Threads((said.host, said.port), SglangHandler).serve_forever()
 

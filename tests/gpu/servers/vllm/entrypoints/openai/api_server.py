@@ -58,11 +58,14 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory-bytes", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     said = parser.parse_args()
     if said.gpu_memory_utilization > 0.1:
         raise SystemExit("ValueError: Free memory on device on startup is less than desired GPU memory utilization")
     VllmHandler.sleeps = said.enable_sleep_mode
-    VllmHandler.server_of = Server(said.model, said.served_model_name, said.kv_cache_memory_bytes, backup=True)
+    VllmHandler.server_of = Server(
+        said.model, said.served_model_name, said.kv_cache_memory_bytes, backup=True, ranks=said.tensor_parallel_size
+    )
     UnixThreads(said.uds, VllmHandler).serve_forever()
 
 
