@@ -243,7 +243,7 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "several devices",
         {"resources__devices": 2},
         [
-            "resources.devices: 2: no engine of this version spreads a model over several devices; write devices: 1, or remove it"
+            "resources.devices: 2: engines transformers and python keep a model on one device; write devices: 1, or engine: vllm, sglang, llamacpp or command"
         ],
     ),
     (

@@ -133,6 +133,20 @@ def test_a_process_is_shown_its_gpu_and_no_other(gpu, tmp_path):
     assert "CUDA_VISIBLE_DEVICES" not in made.env
 
 
+def test_a_process_over_two_gpus_is_shown_both_in_order_and_each_node_once(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_driver, "_loaded", [EmulatedDriver(capacity_bytes=40 * GIB, devices=3)])
+    other = gpu.parents[1] / "0000:02:00.0"
+    other.mkdir()
+    (other / "information").write_text("Device Minor: \t 5\n")
+    devices = ("cuda:0", "cuda:2")
+    made = serving_request("model", SPEC, Layout(tmp_path), ON_GPU, devices=devices, memory_bytes=1, number=1)
+    assert made.plan.devices == ("/dev/null", "/dev/nvidia-uvm", "/dev/nvidia2", "/dev/nvidia5")
+    assert made.env["CUDA_VISIBLE_DEVICES"].split(",") == [
+        "GPU-00000000-0000-0000-0000-000000000000",
+        "GPU-00000000-0000-0000-0000-000000000002",
+    ]
+
+
 def test_a_gpu_whose_node_nobody_knows_is_not_given_away(gpu, tmp_path):
     gpu.write_text("Model: \t\t Emulated\n")
     with pytest.raises(OmniError, match="does not say its minor number"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnimodel.placement.devices import DeviceState, Stay, choose_device
+from omnimodel.placement.devices import DeviceState, Stay, choose_device, choose_devices
 from omnimodel.placement.state import ModelState
 from placement.deciding import CONSTANTS, GB, NOW, cold, hot
 
@@ -197,3 +197,27 @@ def test_the_choice_can_hold_it_where_any_can_and_stays_when_nothing_changes(mod
     assert found.device in (able or {state.name for state in states})
     if not warm:
         assert choose_device(model, replace(stay, device=found.device), states).device == found.device
+
+
+def several(model: ModelState, loads: dict[str, dict[str, ModelState]], count: int, here: tuple[str, ...] = ()) -> str:
+    states = [device(name, models) for name, models in loads.items()]
+    return " ".join(choice.device for choice in choose_devices(replace(model, name="m"), here, states, count))
+
+
+def test_a_model_over_several_devices_takes_the_best_ones_in_their_order():
+    loads = {"a": {"x": hot(60, 1)}, "b": {"y": hot(20)}, "c": {"z": hot(60, 1)}, "d": {"w": hot(10)}}
+    assert several(cold(50, 0.0), loads, 1) == "d"
+    assert several(cold(50, 0.0), loads, 2) == "b d"
+    assert several(cold(50, 0.0), loads, 4) == "a b c d"
+
+
+def test_of_devices_that_are_alike_it_stays_on_those_that_it_is_on():
+    loads = {"a": {}, "b": {}, "c": {}}
+    assert several(cold(50, 0.0), loads, 2) == "a b"
+    assert several(cold(50, 0.0), loads, 2, here=("b", "c")) == "b c"
+
+
+def test_a_device_whose_kept_models_leave_no_room_is_the_last_to_be_taken():
+    loads = {"a": {"x": cold(60, keep_resident=True)}, "b": {"y": hot(99, 1)}, "c": {"z": hot(99, 1)}}
+    assert several(cold(50, 0.0), loads, 2) == "b c"
+    assert several(cold(50, 0.0), loads, 3) == "a b c"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from omnimodel.api import OmniModel, parse
-from omnimodel.errors import ManifestError
+from omnimodel.errors import ManifestError, Reason
 from omnimodel.render import render
 from render import manifests
 
@@ -43,6 +43,27 @@ def test_nobody_guesses_what_a_server_takes_of_a_gpu(engine: str) -> None:
 def test_a_cache_that_leaves_nothing_for_the_weights_is_refused() -> None:
     with pytest.raises(ManifestError, match=r"its cache of 8Gi leaves nothing of resources\.deviceMemory 8Gi"):
         render(manifests.model(manifests.VLLM, resources={"deviceMemory": "8Gi"}), GPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "has"),
+    [
+        ({"type": "cuda", "count": 2}, "device.count: 2"),
+        ({"type": "cuda"}, "device.count: 1"),
+        ({"type": "cpu", "count": 4}, "device.type: cpu, which is one"),
+        ({}, "device.type: auto, which is one"),
+    ],
+)
+def test_more_devices_than_a_pod_has_are_refused_with_both_numbers(device: dict[str, object], has: str) -> None:
+    asking = manifests.model(manifests.COMMAND, resources={"deviceMemory": "28Gi", "devices": 4})
+    with pytest.raises(ManifestError) as caught:
+        render(asking, manifests.pool(device=device), manifests.CONFIG)
+    assert caught.value.field == "spec.resources.devices"
+    assert caught.value.reason is Reason.TOO_LARGE
+    assert caught.value.problem == f"asks for 4 devices, and OmniPool default/default has {has}"
+    assert "device: {type: cuda, count: 4}" in caught.value.cure
+    large = manifests.pool(device={"type": "cuda", "count": 4})
+    assert render(asking, large, manifests.CONFIG).spec.devices == 4
 
 
 def test_models_of_frames_and_programs_on_a_processor_need_say_nothing() -> None:

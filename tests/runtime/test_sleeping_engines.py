@@ -52,6 +52,19 @@ def test_sglang_gets_its_cache_in_tokens_and_a_port_and_keeps_its_weights():
     ]
 
 
+def test_over_several_gpus_each_is_told_its_part_of_the_cache(tmp_path):
+    argv = vllm.command_line(setting("vllm", devices=2))
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "2"
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(4 << 30)
+    argv = sglang.command_line(setting("sglang", devices=4), 1)
+    assert argv[argv.index("--tp-size") + 1] == "4"
+    assert argv[argv.index("--max-total-tokens") + 1] == "65536"  # of each token every GPU has its part
+    write(tmp_path / "model.gguf")
+    argv = command_line(Setting(spec("llm", engine="llamacpp", devices=3), tmp_path, 0, 0, "cuda:0", 2), 1)
+    at = argv.index("--tensor_split")
+    assert argv[at + 1 : at + 5] == ["1", "1", "1", "--n_gpu_layers"]
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_server_is_called_as_gateways_call_its_model(engine):
     found = setting(engine, namespace="search")

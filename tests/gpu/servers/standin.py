@@ -59,6 +59,8 @@ class Engine:
     def __init__(self, weights: bytes, cache_bytes: int, *, backup: bool, rank: int = 0) -> None:
         self.rank, self.fault = rank, "" if FAULTY_RANK and rank != int(FAULTY_RANK) else FAULT
         self.context = Allocation(CONTEXT_BYTES, rank)
+        if self.fault == "dies":
+            os._exit(1)
         if self.fault == "greedy":
             cache_bytes *= 2
         self.weights_bytes, self.cache_bytes, self.backup = len(weights), cache_bytes, backup
