@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from omnimodel.api import OmniModel, parse
+from omnimodel.api import OmniModel, OmniPool, parse
 from omnimodel.errors import ManifestError, Reason
 from omnimodel.render import render
 from render import manifests
@@ -85,3 +85,13 @@ def test_the_servers_of_the_document_are_right() -> None:
     for model in models:
         assert isinstance(model, OmniModel)
         render(model, GPU)
+
+
+def test_the_model_over_several_gpus_of_the_document_is_right() -> None:
+    section = DOCUMENT.read_text().partition("\n### Over several GPUs\n")[2]
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    pool, model = (parse(document) for document in yaml.safe_load_all(block[1]))
+    assert isinstance(pool, OmniPool)
+    assert isinstance(model, OmniModel)
+    assert render(model, pool).spec.devices == 2
