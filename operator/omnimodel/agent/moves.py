@@ -101,14 +101,14 @@ class Moves:
 
     async def close(self, instances: Iterable[Instance]) -> None:
         """End every process and every move; what does not end in time is left to the kernel."""
-        own = list(instances)
-        moves = [self._under_way[instance.name] for instance in own if instance.name in self]
-        for move in moves:
-            log.debug("move_given_up task=%s", move.get_name())
+        own = {instance.name: instance for instance in instances}
+        moves = {name: self._under_way[name] for name in own if name in self}
+        for name, move in moves.items():
+            log.debug("move_given_up model=%s", name)
             move.cancel()
-        await asyncio.gather(*(instance.kill() for instance in own), return_exceptions=True)
+        await asyncio.gather(*(instance.kill() for instance in own.values()), return_exceptions=True)
         if moves:
-            await asyncio.wait(moves, timeout=FREED_SECONDS)
+            await asyncio.wait(moves.values(), timeout=FREED_SECONDS)
         await self.contexts.close()
 
     def _begin(self, instance: Instance, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
