@@ -298,6 +298,7 @@ async def test_when_one_of_its_gpus_is_lost_it_goes_to_others_or_is_refused(tmp_
             gpus.nvml.silent.add(int(first[-1]))
             gpus.driver.lose_device(int(first[-1]))
             await world.until(lambda: world.brokers[first].lost is not None, "it is seen")
+            await world.until(lambda: world.instance("both").process is None, "its process is killed")
             with pytest.raises(DispatchError, match="is spread over 2 devices, and its pool has 1 here") as refused:
                 await ask(world, "both")
             assert refused.value.reason is Reason.TOO_LARGE
