@@ -94,6 +94,17 @@ def test_plan_tells_ratio_sizes_and_what_excludes_what(folder: Path, tmp_path: P
     assert not (tmp_path / "state").exists(), "plan must not touch the state directory"
 
 
+def test_validate_and_plan_tell_that_a_processor_is_one_device(folder: Path, tmp_path: Path) -> None:
+    write_pool(folder, "default", "1Gi")
+    path = write_model(folder, "ant", extra="resources: {devices: 2, deviceMemory: 700Mi}")
+    assert "engines transformers and python keep a model on one device" in run("validate", folder).stdout
+    before, _, _ = path.read_text().partition("  runtime:")
+    path.write_text(before + "  runtime: {engine: llamacpp}\n")
+    said = "asks for 2 devices, and OmniPool default/default has device.type: cpu, which is one"
+    assert said in run("validate", folder).stdout
+    assert f"TooLarge: {said}" in run("plan", folder, "--state-dir", tmp_path / "state").stdout
+
+
 def test_plan_tells_what_of_the_affinity_one_machine_does_not_keep(folder: Path, tmp_path: Path) -> None:
     write_pool(folder, "default")
     write_pool(folder, "other")

@@ -87,18 +87,19 @@ async def test_what_never_served_is_deleted_like_what_does(world: World, agents:
     await world.apply(
         pool("gpu", world.namespace),
         model("large", world.namespace, resources={"deviceMemory": "8Gi"}),
+        model("wide", world.namespace, resources={"devices": 2}, runtime={"engine": "llamacpp"}),
         model("poolless", world.namespace, pool="none"),
         pool("away", world.namespace, pod={"nodeSelector": {"nowhere": "found"}}),
         model("waits", world.namespace, pool="away"),
         model("a", world.namespace),
     )
     await world.ready("a")
-    for name, reason in (("large", "TooLarge"), ("poolless", "PoolNotFound")):
+    for name, reason in (("large", "TooLarge"), ("wide", "TooLarge"), ("poolless", "PoolNotFound")):
         stalled = ("True", reason)
         await until(lambda name=name, s=stalled: conditions(world.see(MODELS, name)).get("Stalled") == s, reason)
     await until(lambda: (world.see(PODS, "away-0") or {}).get("status", {}).get("phase") == "Pending", "no node has it")
     await until(lambda: world.see(PROCESSES, "waits"), "it is assigned all the same")
-    for kind, name in ((MODELS, "large"), (MODELS, "poolless"), (POOLS, "away"), (MODELS, "waits")):
+    for kind, name in (*((MODELS, name) for name in ("large", "wide", "poolless", "waits")), (POOLS, "away")):
         await world.kube.delete(kind, name, world.namespace)
     await until(lambda: set(world.all(MODELS)) == set(world.all(PROCESSES)) == {"a"}, "the models and their processes")
     await until(lambda: set(world.all(POOLS)) == set(world.all(STATEFUL_SETS)) == {"gpu"}, "the pool")
