@@ -224,12 +224,13 @@ async def asked(world, body: str) -> float:
         return await world.ask("m1")
     content = json.dumps(command("hello")).encode()
 
-    async def parts():
-        yield content[:10]
-        yield content[10:]
+    class Parts:  # it can be iterated over, and is no iterator itself: so are they that come from another pod
+        async def __aiter__(self):
+            yield content[:10]
+            yield content[10:]
 
     headers = {"Content-Type": "application/json", "Content-Length": str(len(content))}
-    request = InferenceRequest("m1", "POST", "/v2/models/m1/infer", headers, parts())
+    request = InferenceRequest("m1", "POST", "/v2/models/m1/infer", headers, Parts())
     async with world.agent.open(request) as response:
         answer = b"".join([chunk async for chunk in response.body])
     assert response.status == 200, answer

@@ -223,11 +223,11 @@ class _Body:
         content: the whole body, or its chunks.
     """
 
-    def __init__(self, content: bytes | AsyncIterator[bytes]) -> None:
-        self.content: bytes | AsyncIterable[bytes] = content
+    def __init__(self, content: bytes | AsyncIterable[bytes]) -> None:
+        self.content = content
         self.whole = True  # what is kept and what is still to come
         if not isinstance(content, bytes):
-            self.content, self._coming = self, content
+            self.content, self._coming = self, aiter(content)
             self._kept: list[bytes] = []
             self._room = _KEPT_BYTES
 

@@ -185,7 +185,7 @@ def _inference(request: web.Request, body: _Body) -> InferenceRequest:
         method=request.method,
         path=f"/{path}?{query}" if query else f"/{path}",
         headers={name: value for name, value in request.headers.items() if name.lower() not in _OWN_HEADERS},
-        body=body if has_body else b"",  # type: ignore[arg-type]  # iterating is all that is done with it
+        body=body if has_body else b"",
         deadline_seconds=seconds if seconds > 0 else None,
         priority=request.headers.get(PRIORITY_HEADER, "interactive"),
     )

@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -295,7 +295,7 @@ class RemoteAgent:
 class _Body:
     """A request's body, which knows whether anybody has asked for it."""
 
-    def __init__(self, content: bytes | AsyncIterator[bytes]) -> None:
+    def __init__(self, content: bytes | AsyncIterable[bytes]) -> None:
         self.taken = False
         self.lost = False
         self.done = content == b""

@@ -5,7 +5,7 @@ The agent implements `Backend` for the gateway in the same process; over a netwo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -86,7 +86,7 @@ class InferenceRequest:
     method: str
     path: str
     headers: Mapping[str, str]
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncIterable[bytes]
     deadline_seconds: float | None = None
     priority: str = "interactive"
 
