@@ -155,11 +155,18 @@ async def test_who_changes_their_mind_does_not_wait_for_what_they_asked_for_by_m
     assert world.report("m2").wakes == wakes
 
 
+async def stop(world, pid: int) -> None:
+    """Let every thread of a process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    await world.until(lambda: all(") T " in state.read_text() for state in threads.glob("*/stat")), "it stands still")
+
+
 async def test_a_process_that_does_not_leave_is_ended_and_what_it_held_is_free(world, monkeypatch):
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
     await world.ask("m1")
     pid = world.instance("m1").process.pid
-    os.kill(pid, signal.SIGSTOP)
+    await stop(world, pid)
     with monkeypatch.context() as patch:
         patch.setattr(instance, "_ACKNOWLEDGE_SECONDS", 1.0)
         await world.agent.evict("default", "m1", 60)
@@ -203,9 +210,7 @@ async def test_what_a_killed_process_cannot_have_taken_is_served_by_the_next(wor
         await world.instance("m1").session.connector.close()
         world.instance("m1").session = world.instance("m1")._session(process)
     if "while" in moment:
-        os.kill(process.pid, signal.SIGSTOP)
-        threads = Path(f"/proc/{process.pid}/task")
-        await world.until(lambda: all(") T " in state.read_text() for state in threads.glob("*/stat")))
+        await stop(world, process.pid)
         asking = asyncio.create_task(asked(world, body))
         await world.until(lambda: world.instance("m1").session.connector._acquired, "it has a connection")
     os.kill(process.pid, signal.SIGKILL)
