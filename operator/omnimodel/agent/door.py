@@ -118,12 +118,6 @@ class Door:
         """What a request that came at `since_seconds` and was held waited for, for the response headers."""
         return "wake" if self._instance.woken_seconds > since_seconds else "queue"
 
-    @staticmethod
-    async def has_ended(process: ModelProcess) -> bool:
-        """Whether the process whose connection broke has ended, or does so in a moment."""
-        await asyncio.wait([process.exited], timeout=_END_SECONDS)
-        return process.gone
-
     async def failure_of(self, process: ModelProcess, error: BaseException) -> DispatchError:
         """Why a connection to the process broke: it died (and of what), or it closed the connection."""
         instance = self._instance

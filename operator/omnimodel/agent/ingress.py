@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from omnimodel.agent.line import Waiter
     from omnimodel.agent.process import ModelProcess
 
-_KEPT_BYTES = 1 << 20  # of an upload, until its answer begins
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server"})
 
 
@@ -55,7 +53,6 @@ class Ingress:
         background = request.priority == "background"
         waiter = instance.line.arrive(began, background=background)
         held = False
-        body = _Body(request.body)
         while True:
             instance.door.admit()
             held = held or not waiter.admitted.done()
@@ -63,7 +60,7 @@ class Ingress:
                 await self._admission(waiter, instance, deadline, allowed)
                 instance = waiter.line.instance
                 hold = self._hold(instance, began, held=held)
-                response = await self._send(instance, request, body, deadline, allowed)
+                response = await self._send(instance, request, deadline, allowed)
                 break
             except _NotTakenError as error:  # its process died before it could take the request: the next one will
                 try:
@@ -125,7 +122,7 @@ class Ingress:
             ) from None
 
     async def _send(
-        self, instance: Instance, request: InferenceRequest, body: _Body, deadline: float, allowed: float
+        self, instance: Instance, request: InferenceRequest, deadline: float, allowed: float
     ) -> aiohttp.ClientResponse:
         process, session = instance.process, instance.session
         if process is None or session is None:
@@ -138,7 +135,7 @@ class Ingress:
                     request.method,
                     f"http://model{request.path}",
                     headers=request.headers,
-                    data=body.content,
+                    data=request.body,
                     allow_redirects=False,
                 )
         except TimeoutError:
@@ -150,8 +147,6 @@ class Ingress:
         except aiohttp.ClientConnectorError as error:
             raise _NotTakenError(process) from error
         except (aiohttp.ClientError, OSError) as error:
-            if _unread(error) and body.whole and await instance.door.has_ended(process):
-                raise _NotTakenError(process) from error
             raise await self._failure(instance, process, error) from error
 
     async def _failure(self, instance: Instance, process: ModelProcess, error: Exception) -> DispatchError:
@@ -209,63 +204,11 @@ class Ingress:
 
 
 class _NotTakenError(Exception):
-    """A process has ended before all of the request had reached it, so that it cannot have begun to work on it."""
+    """A process had ended before anything of the request was sent to it."""
 
     def __init__(self, process: ModelProcess) -> None:
         super().__init__()
         self.process = process
-
-
-class _Body:
-    """What is sent, so that it can be sent again: of an upload that which has come is kept, as far as it is small.
-
-    Args:
-        content: the whole body, or its chunks.
-    """
-
-    def __init__(self, content: bytes | AsyncIterable[bytes]) -> None:
-        self.content = content
-        self.whole = True  # what is kept and what is still to come
-        if not isinstance(content, bytes):
-            self.content, self._coming = self, aiter(content)
-            self._kept: list[bytes] = []
-            self._room = _KEPT_BYTES
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in tuple(self._kept):
-            yield chunk
-        while True:
-            try:
-                chunk = await anext(self._coming)
-            except StopAsyncIteration:
-                return
-            except BaseException:
-                self.whole = False
-                raise
-            self._keep(chunk)
-            yield chunk
-
-    def _keep(self, chunk: bytes) -> None:
-        self._room -= len(chunk)
-        if self._room < 0:
-            self.whole = False
-            self._kept.clear()
-        else:
-            self._kept.append(chunk)
-
-
-def _unread(error: Exception) -> bool:
-    """Whether a Unix socket was closed before what was sent on it had been read, which its kernel tells apart.
-
-    A reset is what follows unread bytes, a broken pipe a socket that was closed before them. Who has read all and
-    ends then without an answer just ends the connection.
-    """
-    causes = (error, error.__cause__)
-    return any(
-        isinstance(cause, ConnectionResetError | BrokenPipeError)
-        or (isinstance(cause, OSError) and cause.errno in {errno.ECONNRESET, errno.EPIPE})
-        for cause in causes
-    )
 
 
 def stopping(subject: str, problem: str = "the system is stopping", cure: str = "try again later") -> DispatchError:
