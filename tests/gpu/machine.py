@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,14 @@ class Machine:
     def book(self) -> Book:
         """Of the first device."""
         return self.books[0]
+
+    @asynccontextmanager
+    async def served_by(self, world: World) -> AsyncIterator[None]:
+        """The agent runs, and leaves nothing on any device."""
+        await world.agent.start()
+        yield
+        await world.agent.stop(5.0)
+        assert self.driver.left() == {}
 
 
 @contextmanager

@@ -38,10 +38,8 @@ def gpus(tmp_path_factory):
 async def running(gpus, tmp_path_factory):
     world = World(tmp_path_factory.mktemp("agent"))
     world.pool = pool(memory=BUDGET_BYTES, count=len(DEVICES))
-    await world.agent.start()
-    yield world
-    await world.agent.stop(5.0)
-    assert gpus.driver.left() == {}
+    async with gpus.served_by(world):
+        yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")

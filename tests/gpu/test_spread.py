@@ -56,10 +56,8 @@ def gpus(tmp_path_factory):
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def running(gpus, tmp_path_factory):
     world = served(tmp_path_factory.mktemp("spread"), count=3)  # one more than the machine has
-    await world.agent.start()
-    yield world
-    await world.agent.stop(5.0)
-    assert gpus.driver.left() == {}
+    async with gpus.served_by(world):
+        yield world
 
 
 @pytest_asyncio.fixture(loop_scope="session")
