@@ -20,7 +20,7 @@ from omnimodel.agent.zygotes import Zygotes
 from omnimodel.api import OmniPool
 from omnimodel.memory.devices import cuda, cuda_driver
 from omnimodel.memory.ledger import Kind
-from omnimodel.runtime.zygote import PRELOAD
+from omnimodel.runtime.preload import PRELOAD
 
 TESTS = Path(__file__).parents[1]
 DEVICE_BYTES = 256 * MIB

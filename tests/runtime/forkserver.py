@@ -11,7 +11,7 @@ import socket
 import sys
 
 from omnimodel.protocol.channel import Channel, ChannelClosed
-from omnimodel.runtime.zygote import preload
+from omnimodel.runtime.preload import preload
 
 MODULES = (
     "torch",

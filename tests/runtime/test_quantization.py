@@ -317,7 +317,7 @@ def test_an_index_that_says_four_bits_of_what_has_none_is_refused(name, tmp_path
 
 IMPORTED = """
 import sys
-from omnimodel.runtime.zygote import PRELOAD, preload
+from omnimodel.runtime.preload import PRELOAD, preload
 preload(PRELOAD, lambda *_: None)
 print(sorted(name for name in sys.modules if name.startswith("torchao")))
 import torchao.quantization

@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import gc, json, os, resource, sys, threading
-from omnimodel.runtime.zygote import PRELOAD, preload
+from omnimodel.runtime.preload import PRELOAD, preload
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

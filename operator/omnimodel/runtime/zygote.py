@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from omnimodel.errors import OmniError, Reason
@@ -40,37 +40,10 @@ from omnimodel.isolation.syscalls import PR_SET_CHILD_SUBREAPER, close_descripto
 from omnimodel.protocol.channel import Channel, ChannelClosed
 from omnimodel.runtime.allocator import fill_holes
 from omnimodel.runtime.orphans import OrphanReaper, children
+from omnimodel.runtime.preload import PRELOAD, REHEARSAL, preload
 from omnimodel.runtime.spare import Spare, go_in
 
 SERVE = "omnimodel.runtime.serve:run"
-_REHEARSAL = "omnimodel.runtime.rehearsal"
-PRELOAD = (
-    "numpy",
-    "torch",
-    "aiohttp.web",
-    "safetensors.torch",
-    "tokenizers",
-    "transformers",
-    "transformers.generation.utils",
-    "transformers.generation.continuous_batching",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.whisper.modeling_whisper",
-    "transformers.models.whisper.feature_extraction_whisper",
-    "transformers.utils.chat_template_utils",
-    "jinja2.sandbox",
-    "psutil",
-    "omnimodel.memory.devices.host_window",
-    "omnimodel.runtime.serve",
-    "omnimodel.runtime.engines.own",
-    "omnimodel.runtime.engines.transformers",
-    "omnimodel.runtime.generation.serving",
-    "omnimodel.runtime.generation.batching",
-    _REHEARSAL,
-)
-_UNWANTED = "torchao"  # the transformers library imports it wherever it finds it; only quantized models need it
 _QUIET_MILLISECONDS = 50
 
 
@@ -93,51 +66,6 @@ def private_bytes() -> int:
     """Memory that this process shares with no other."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
-
-
-def preload(modules: Sequence[str], said: Callable[[str, int, int], None]) -> list[str]:
-    """Import modules; those that are not installed are passed over, and so is what only some models need.
-
-    Returns:
-        The modules that were not found.
-    """
-    absent = []
-    sys.modules[_UNWANTED] = None  # type: ignore[assignment] # as the import system has it: not to be found
-    try:
-        for index, name in enumerate(modules):
-            said(name, index, len(modules))
-            try:
-                importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                absent.append(f"{name} ({error})")
-        if "torch" in modules and "torch" in sys.modules:
-            _tiny_models()
-    finally:
-        del sys.modules[_UNWANTED]
-    return absent
-
-
-def _tiny_models() -> None:
-    """Build models without storage: loads what the libraries import late, and runs nothing."""
-    import torch
-
-    with torch.device("meta"):
-        torch.nn.Linear(2, 2)(torch.empty(1, 2))
-        torch.zeros(2).cos()
-        if "transformers.models.llama.modeling_llama" in sys.modules:
-            from transformers import LlamaConfig, LlamaForCausalLM
-
-            LlamaForCausalLM._from_config(  # noqa: SLF001 - the library's own way to build without weights
-                LlamaConfig(
-                    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
-                )
-            )
-        if "transformers.models.bert.modeling_bert" in sys.modules:
-            from transformers import BertConfig, BertModel
-
-            BertModel._from_config(  # noqa: SLF001
-                BertConfig(hidden_size=12, num_hidden_layers=1, intermediate_size=8, vocab_size=8)
-            )
 
 
 class Zygote:
@@ -327,8 +255,8 @@ class Zygote:
 
 
 def _rehearse() -> None:
-    if _REHEARSAL in sys.modules:  # a bare zygote has nothing to rehearse with
-        sys.modules[_REHEARSAL].rehearse()
+    if REHEARSAL in sys.modules:  # a bare zygote has nothing to rehearse with
+        sys.modules[REHEARSAL].rehearse()
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ from omnimodel.protocol.process import Envelope, Reply, Start, decode
 READY_SECONDS = 300.0
 QUIET_SECONDS = 0.5  # before a spawn, in which the zygote makes its spare as it does on an agent at rest
 MEMORY_BYTES = 2 << 30  # limit of a measured process: enough for every example
-IMPORTS = "from omnimodel.runtime.zygote import PRELOAD, preload\npreload(PRELOAD, lambda *_: None)\n"
+IMPORTS = "from omnimodel.runtime.preload import PRELOAD, preload\npreload(PRELOAD, lambda *_: None)\n"
 FRESH = (
     "import socket, sys\n"
     "from omnimodel.protocol.channel import Channel\n"
