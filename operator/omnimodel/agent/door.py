@@ -111,8 +111,7 @@ class Door:
             return "its turn in the queue of the model"
         if instance.state in _MOVES:
             return _MOVES[instance.state]
-        left = instance.message.startswith(("evicted", "frozen"))
-        return f"room on the device (the model was {instance.message})" if left else "room on the device"
+        return "room on the device" + (f" (the model was {instance.made_room})" if instance.made_room else "")
 
     def waited_for(self, since_seconds: float) -> str:
         """What a request that came at `since_seconds` and was held waited for, for the response headers."""

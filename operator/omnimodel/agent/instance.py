@@ -122,6 +122,7 @@ class Instance:
         self.draining = False
         self.leaving = False
         self.freezing = False
+        self.made_room = ""  # for whom it left the device, until it is back
         self.reserved = False
         self.proving = False  # it was woken, and is asked its known answer or measured before anybody is let in
         self.hung = False  # killed, and not seen to be gone: what it holds stays its own
@@ -376,7 +377,7 @@ class Instance:
         self.woken_seconds = self.idle_seconds = now
         self.history.wakes += 1
         self.wanted_since_seconds = self.frozen_since_seconds = None
-        self.draining = False
+        self.draining, self.made_room = False, ""
         self.line.owed = len(self.line.waiting)
         self.set_state(State.RESIDENT, self.message)
 

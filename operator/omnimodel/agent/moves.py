@@ -227,6 +227,7 @@ class Moves:
         instance.leaving, instance.freezing = True, freeze
         instance.history.causes["freeze" if freeze else "room"] += 1
         why = f"{'frozen' if freeze else 'evicted'} for {for_whom}" if for_whom else "evicted to stay within the budget"
+        instance.made_room = why
         return self._begin(instance, self._leave(instance, freeze=freeze, why=why))
 
     def step_off(self, instance: Instance, why: str, cause: str, *, stop: bool) -> asyncio.Task[None]:
