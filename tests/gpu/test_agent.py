@@ -52,6 +52,13 @@ def four(world: World) -> list[dict]:
     return [world.manifest(f"m{seed}", mib=32, seed=seed, working_mib=WORKING_MIB) for seed in (1, 2, 3, 4)]
 
 
+async def test_the_whole_budget_becomes_frames_before_anybody_waits_for_them(world):
+    await world.apply()
+    account = world.ledger.device
+    whole = account.capacity_bytes // account.frame_bytes
+    await world.until(lambda: account.frames == whole, "there is no room for another frame")
+
+
 async def test_more_models_than_the_device_holds_all_answer_in_turn(world):
     await world.apply(*four(world))
     pids = {}

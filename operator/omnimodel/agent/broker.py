@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST_WORKING_BYTES = 32 << 20  # what a process takes before it has computed anything, with room to start
 LARGEST_GRANT_BYTES = 1 << 30  # for a model whose size is not known yet
-_AHEAD_SHARE = 0.5  # of the budget that frames are made for at boot, in the background
+_AHEAD_SHARE_OF_HOST = 0.5  # of a budget of host memory that frames are made for at boot; a GPU's becomes frames whole
 
 
 class Broker:
@@ -123,7 +123,8 @@ class Broker:
 
     async def _create_ahead(self) -> None:
         """Make frames before anybody waits for them: fresh pages cost more than the copy into them."""
-        count = int(self.budget_bytes * _AHEAD_SHARE) // self.memory.device.frame_bytes
+        share = _AHEAD_SHARE_OF_HOST if self.memory.device.on_host else 1.0
+        count = int(self.budget_bytes * share) // self.memory.device.frame_bytes
         try:
             await self.memory.frames.create_ahead(count)
         except LedgerError as error:
