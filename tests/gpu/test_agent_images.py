@@ -136,10 +136,35 @@ async def test_an_image_larger_than_the_arena_is_read_on_the_way_again_and_again
     assert world.instance("large").history.wakes >= 3
 
 
+def quantized(world: World, name: str, source, form: str) -> dict:
+    found = manifest(world, name, source, form)
+    found["spec"]["resources"]["deviceMemory"] = 40 * MIB
+    return found
+
+
+async def test_packed_weights_of_fp8_answer_as_plain_ones(world, layers, monkeypatch):  # noqa: F811
+    await world.apply(quantized(world, "packed", layers, "fp8"))
+    packed = world.instance("packed").prepared.image
+    assert packed.index.packed.frame_bytes == FRAME
+    assert packed.stored_bytes < 0.9 * packed.bytes
+    assert world.report("packed").ready
+    said = []
+    for _ in range(3):
+        said.append(await world.ask("packed"))
+        await world.agent.evict("default", "packed", 60)
+        world.broker.memory.frames.forget(packed.digest)  # all of it is decoded again
+        check(world)
+    monkeypatch.setattr(world.broker.memory.device, "decodes", lambda: False)
+    await world.apply(quantized(world, "plain", layers, "fp8"))
+    plain = world.instance("plain").prepared.image
+    assert plain.index.packed is None
+    assert plain.stored_bytes == plain.bytes == packed.bytes
+    assert said == 3 * [await world.ask("plain")]
+
+
 @pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("fp8", 8), ("int4", 5.25)])  # with what groups have
 async def test_a_quantized_image_is_stored_woken_and_accounted_for(world, layers, form, bits):  # noqa: F811
-    found = manifest(world, "small", layers, form)
-    found["spec"]["resources"]["deviceMemory"] = 40 * MIB
+    found = quantized(world, "small", layers, form)
     await world.apply(found)
     report = world.report("small")
     values = LAYERS * WIDE * WIDE * bits / 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memory.codec_values import normal_fp8
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, pattern
 from omnimodel.memory.codec_file import pack
@@ -44,11 +45,12 @@ def backend():
 
 @pytest.mark.parametrize("whole", [True, False], ids=["in the arena", "read on the way"])
 def test_a_packed_image_is_decoded_by_the_kernel(backend, tmp_path, whole):
-    size = 40 * FRAME + 8192
-    body = weights(size - 4096, 1) + pattern(4096, 1)
+    size, half = 40 * FRAME + 8192, 20 * FRAME
+    body = weights(half, 1) + normal_fp8(size - half - 4096, 1).tobytes() + pattern(4096, 1)
     (tmp_path / "raw").write_bytes(body)
     path = tmp_path / PACKED_FILE
-    pack(str(tmp_path / "raw"), [Tensor("bfloat16", 0, size - 4096)], FRAME, str(path), threads=4)
+    tensors = [Tensor("bfloat16", 0, half), Tensor("float8_e4m3fn", half, size - half - 4096)]
+    pack(str(tmp_path / "raw"), tensors, FRAME, str(path), threads=4)
     held = backend.device.create(41)
     for frame in held:
         backend.fill(frame, 0xEE)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpu.emulated import EmulatedDriver, install
 from gpu.weights import Tensor, weights
+from memory.codec_values import normal_fp8
 from memory.conformance import *  # noqa: F403
 from memory.conformance import Backend, copy_of, image, pattern
 from omnimodel.errors import ImageError, LedgerError, OmniError
@@ -62,12 +63,12 @@ def backend(driver):
 
 
 def packed_image(folder, size_bytes, seed=1):
-    """An image of weights with a part between them that is not worth coding; its packed form, and its bytes."""
+    """An image of bf16, a part that is not worth coding, and fp8; its packed form, and its bytes."""
     third = size_bytes // 3 // 4096 * 4096
-    body = weights(third, seed) + pattern(third, seed) + weights(size_bytes - 2 * third, seed + 1)
+    body = weights(third, seed) + pattern(third, seed) + normal_fp8(size_bytes - 2 * third, seed).tobytes()
     raw = folder / f"raw-{seed}"
     raw.write_bytes(body)
-    tensors = [Tensor("bfloat16", 0, third), Tensor("bfloat16", 2 * third, size_bytes - 2 * third)]
+    tensors = [Tensor("bfloat16", 0, third), Tensor("float8_e4m3fn", 2 * third, size_bytes - 2 * third)]
     (folder / str(seed)).mkdir()
     path = folder / str(seed) / PACKED_FILE
     index = pack(str(raw), tensors, FRAME, str(path), threads=2)

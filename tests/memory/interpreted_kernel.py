@@ -34,7 +34,7 @@ class InterpretedKernel:
         )
 
     def unpack(self, block: np.ndarray, layout: Any) -> np.ndarray:
-        """What the kernel writes: the block's words and eight more that it must leave at 0xFFFF."""
+        """What the kernel writes: the block's values and eight more whose bits it must leave set."""
         pickle.dump((block, layout), self.program.stdin)
         self.program.stdin.flush()
         return pickle.load(self.program.stdout)
@@ -57,9 +57,10 @@ def serve() -> None:
             block, layout = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        out = torch.full((layout.count + 8,), -1, dtype=torch.int16)
+        signed, unsigned = (torch.int16, np.uint16) if layout.item_bytes == 2 else (torch.int8, np.uint8)
+        out = torch.full((layout.count + 8,), -1, dtype=signed)
         unpack(torch.from_numpy(block), out, layout)
-        pickle.dump(out.numpy().view(np.uint16), answers)
+        pickle.dump(out.numpy().view(unsigned), answers)
         answers.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memory.codec_values import every, normal
+from memory.codec_values import every, every_fp8, normal, normal_fp8
 from omnimodel.errors import ImageError
 from omnimodel.memory.codec_file import MAGIC, PackedIndex, pack, read_index, unpack
 
@@ -53,6 +54,10 @@ WEIGHTS = ("bfloat16", normal(900_000))
 NOISE = ("bfloat16", np.random.default_rng(5).integers(0, 1 << 16, 700_000).astype(np.uint16))
 FLOATS = ("float32", np.random.default_rng(6).normal(0, 1, 100_000).astype(np.float32))
 SMALL = ("bfloat16", normal(64))
+FP8 = ("float8_e4m3fn", normal_fp8(1_800_001))
+FP8_NOISE = ("float8_e4m3fn", np.random.default_rng(7).integers(0, 1 << 8, 1_400_001).astype(np.uint8))
+EMPTY = ("float8_e4m3fn", normal_fp8(0))
+BF16_FILE = "e49677f2cc3494c65d0e4933763be3246e6d7a895396bad3d0850898192df661"  # before there was fp8
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,14 @@ SMALL = ("bfloat16", normal(64))
         pytest.param([FLOATS, WEIGHTS, NOISE, WEIGHTS, SMALL], (0.7, 0.9), id="a mixture"),
         pytest.param([("bfloat16", every())], (1.0, 1.1), id="each pattern once"),
         pytest.param([("bfloat16", normal(FRAME // 2))], (0.65, 0.72), id="exactly one frame"),
+        pytest.param([FP8], (0.83, 0.87), id="fp8 across frames, an odd number"),
+        pytest.param([("float8_e4m3fn", normal_fp8(FRAME))], (0.83, 0.87), id="fp8, exactly one frame"),
+        pytest.param([FP8_NOISE], (1.0, 1.001), id="noise of fp8 is kept as it is"),
+        pytest.param([("float8_e4m3fn", np.repeat(every_fp8(), 300))], (1.0, 1.1), id="each pattern of fp8 as often"),
+        pytest.param([("float8_e4m3fn", np.full(1 << 20, 0x7F, np.uint8))], (0.7, 0.8), id="fp8, all NaN"),
+        pytest.param([EMPTY, FP8, EMPTY, SMALL, FLOATS, FP8_NOISE, WEIGHTS, FP8], (0.8, 0.95), id="fp8 and others"),
+        pytest.param([("float8_e5m2", normal_fp8(1 << 20))], (1.0, 1.001), id="the other fp8 is kept as it is"),
+        pytest.param([("uint8", normal_fp8(1 << 20))], (1.0, 1.001), id="bytes are kept as they are"),
     ],
 )
 def test_an_image_comes_back_and_takes_what_it_should(tmp_path, parts, ratio):
@@ -73,6 +86,16 @@ def test_an_image_comes_back_and_takes_what_it_should(tmp_path, parts, ratio):
     assert whole(path, len(body)) == body
     assert ratio[0] <= index.ratio <= ratio[1]
     assert index.body_bytes % 4096 == 0
+
+
+def test_a_file_of_bf16_is_the_one_that_was_always_written(tmp_path):
+    places = np.arange(300_000, dtype=np.uint32)
+    values = (0x3C00 + 128 * (places * places % 11) + places % 128).astype(np.uint16)
+    values[::97] = places[::97].astype(np.uint16)  # exponents of the third level
+    path, index, body = packed(tmp_path, ("bfloat16", values))
+    assert 0.75 < index.ratio < 0.85
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == BF16_FILE
+    assert whole(path, len(body)) == body
 
 
 def test_a_file_is_the_same_however_many_threads_pack_it(tmp_path):
@@ -85,10 +108,17 @@ def test_a_file_is_the_same_however_many_threads_pack_it(tmp_path):
 
 
 def test_no_block_crosses_a_frame(tmp_path):
-    _, index, _ = packed(tmp_path, SMALL, WEIGHTS, FLOATS, NOISE, WEIGHTS)
+    _, index, _ = packed(tmp_path, SMALL, WEIGHTS, FLOATS, NOISE, WEIGHTS, FP8, FP8_NOISE)
     for low, high, blocks in index.frames():
         assert len({b.offset // FRAME for b in blocks} | {(b.offset + b.size_bytes - 1) // FRAME for b in blocks}) == 1
         assert high - low <= FRAME + (1 << 20)
+
+
+def test_a_block_of_fp8_has_no_more_values_than_one_of_bf16(tmp_path):
+    _, index, _ = packed(tmp_path, WEIGHTS, FP8)
+    coded = [block.layout for block in index.blocks if block.layout]
+    assert {layout.item_bytes for layout in coded} == {1, 2}
+    assert max(layout.count for layout in coded) == FRAME // 2
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
@@ -115,6 +145,12 @@ def block(number, place, value):
     return lambda index: index["blocks"][number].__setitem__(place, value)
 
 
+def as_the_other_type(index):
+    """As many values of fp8 as bytes become half as many of bf16, and the other way round."""
+    _, size_bytes, _, _, count, *_ = index["blocks"][0]
+    index["blocks"][0][4] = size_bytes // 2 if count == size_bytes else size_bytes
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -137,6 +173,8 @@ def block(number, place, value):
         pytest.param(block(0, 2, 256), id="a gap in the body"),
         pytest.param(block(0, 3, 512), id="stored bytes too few"),
         pytest.param(block(0, 4, 7), id="count of another size"),
+        pytest.param(block(0, 4, 0), id="no count"),
+        pytest.param(as_the_other_type, id="count of the other type"),
         pytest.param(block(0, 5, 1 << 40), id="more escapes than values"),
         pytest.param(block(0, 6, 1 << 20), id="more third than second"),
         pytest.param(lambda index: index["blocks"][0].append(1), id="a block with too much"),
@@ -146,8 +184,9 @@ def block(number, place, value):
         pytest.param(lambda _: b"null", id="nothing"),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path, change):
-    path, _, _ = packed(tmp_path, WEIGHTS, FLOATS)
+@pytest.mark.parametrize("weights", [WEIGHTS, FP8], ids=["bf16", "fp8"])
+def test_an_index_that_lies_is_refused(tmp_path, weights, change):
+    path, _, _ = packed(tmp_path, weights, FLOATS)
     rewritten(path, change)
     with pytest.raises(ImageError, match=r"image\.packed"):
         read_index(str(path))

@@ -1,15 +1,17 @@
-"""Lossless coding of bf16 weights: fewer bytes over the line, on disk and in the arena; decoded on the device.
+"""Lossless coding of weights: fewer bytes over the line, on disk and in the arena; decoded on the device.
 
 A trained tensor's exponents are far from uniform: three values make up three quarters of them. So each value is cut
-into its sign and mantissa (one byte, kept as it is) and its exponent, which is coded in three levels: 2 bits for the
-three most frequent exponents, 3 more bits for the next seven, and the plain byte for the rest. About 10.8 bits a
-weight for normally distributed weights, and every bit pattern comes back, NaN payloads included.
+in two halves: its sign and mantissa (kept as they are) and its exponent, which is coded in three levels: 2 bits for
+the three most frequent exponents, 3 more bits for the next seven, and a plain byte for the rest. About 10.8 bits a
+weight for normally distributed bf16 and 6.8 for float8_e4m3fn that is scaled row by row; every bit pattern comes
+back, NaN payloads included.
 
 A tile of `TILE` values starts at known positions in the second and third level, so that tiles decode independently.
 This module is the format and its NumPy reference; `codec_kernel` decodes on the device and is tested against it.
 
-Source: the idea of leaving the mantissa alone and coding the exponent is DFloat11's (arXiv:2504.11651); the levels of
-fixed width in place of its Huffman code are for decoding at the speed of the line with a few percent of the device.
+Source: the idea of leaving the mantissa alone and coding the exponent is DFloat11's (arXiv:2504.11651), and ECF8's for
+fp8 (arXiv:2510.02676); the levels of fixed width in place of their entropy codes are for decoding at the speed of the
+line with a few percent of the device.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from omnimodel.errors import ImageError
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
+Values = Words | Bytes  # bf16 | float8_e4m3fn, by their bits
 
 TILE = 2048
 ALIGN_BYTES = 256
@@ -42,21 +45,28 @@ class Layout:
         count: values in the block.
         second: of them, how many have an entry in the second level.
         third: of those, how many have one in the third.
+        item_bytes: of a value: 2 for bf16, 1 for float8_e4m3fn.
     """
 
     count: int
     second: int
     third: int
+    item_bytes: int = 2
+
+    @property
+    def half_bits(self) -> int:
+        """Bits of a value's sign and mantissa; its exponent has as many."""
+        return 4 * self.item_bytes
 
     @property
     def low_at(self) -> int:
-        """Sign and mantissa, one byte a value."""
+        """Sign and mantissa: one byte a value, or one for two values, the first one in its lower bits."""
         return ALIGN_BYTES
 
     @property
     def first_at(self) -> int:
         """First level, 2 bits a value."""
-        return self.low_at + _aligned(self.count)
+        return self.low_at + _aligned(-(-self.count * self.half_bits // 8))
 
     @property
     def tiles_at(self) -> int:
@@ -83,28 +93,31 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def exponents(values: Words) -> Bytes:
-    """The exponent of each bf16 value."""
-    return (values >> 7).astype(np.uint8)
+def exponents(values: Values) -> Bytes:
+    """The exponent of each value."""
+    found: Bytes = (values >> (4 * values.itemsize - 1)).astype(np.uint8)
+    if values.itemsize == 1:
+        found &= 0xF  # without the sign
+    return found
 
 
-def histogram(values: Words) -> npt.NDArray[np.int64]:
-    """How often each of the 256 exponents occurs, in a sample of about a million values at equal distances."""
+def histogram(values: Values) -> npt.NDArray[np.int64]:
+    """How often each of 256 exponents occurs, in a sample of about a million values at equal distances."""
     return np.bincount(exponents(values[:: 1 + values.size // SAMPLE]), minlength=256)
 
 
-def estimate(values: Words) -> float:
+def estimate(values: Values) -> float:
     """The ratio that coding these values reaches, by their histogram."""
     ordered = np.sort(histogram(values))[::-1]
     count, second, third = (int(ordered[start:].sum()) for start in (0, FIRST_ENTRIES, TABLE_ENTRIES))
-    return Layout(count, second, third).size_bytes / (2 * count)
+    return Layout(count, second, third, values.itemsize).size_bytes / (values.itemsize * count)
 
 
-def encode(values: Words) -> tuple[Bytes, Layout]:
+def encode(values: Values) -> tuple[Bytes, Layout]:
     """Code one block.
 
     Args:
-        values: bf16 values as 16-bit words, any of them, at least one.
+        values: bf16 as 16-bit words or float8_e4m3fn as bytes, any of them, at least one.
 
     Returns:
         The coded block, and its layout, which decoding needs.
@@ -117,14 +130,18 @@ def encode(values: Words) -> tuple[Bytes, Layout]:
     second = _codes(entries, table[FIRST_ENTRIES:])
     rest = second == SECOND_ESCAPE
     third = entries[rest]
-    layout = Layout(values.size, entries.size, third.size)
+    layout = Layout(values.size, entries.size, third.size, values.itemsize)
 
     block = np.zeros(layout.size_bytes, np.uint8)
     block[:TABLE_ENTRIES] = table
-    low = (values >> 8).astype(np.uint8)
-    low &= 0x80
-    low |= (values & 0x7F).astype(np.uint8)
-    block[layout.low_at : layout.low_at + values.size] = low
+    sign = 1 << (layout.half_bits - 1)
+    low = (values >> layout.half_bits).astype(np.uint8)
+    low &= sign
+    low |= (values & (sign - 1)).astype(np.uint8)
+    if layout.half_bits == 4:
+        pairs = _grid(low, 2)
+        low = pairs[:, 0] | pairs[:, 1] << np.uint8(4)
+    block[layout.low_at : layout.low_at + low.size] = low
     quads = _grid(first, 4)
     block[layout.first_at : layout.first_at + len(quads)] = (
         quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
@@ -146,7 +163,7 @@ def encode(values: Words) -> tuple[Bytes, Layout]:
     return block, layout
 
 
-def decode(block: Bytes, layout: Layout) -> Words:
+def decode(block: Bytes, layout: Layout) -> Values:
     """Decode one block: the reference that the device's kernel is held against.
 
     Raises:
@@ -155,7 +172,9 @@ def decode(block: Bytes, layout: Layout) -> Words:
     if block.size < layout.size_bytes:
         raise ImageError("coded block", f"{block.size} bytes are there and {layout.size_bytes} are needed")
     table = block[:TABLE_ENTRIES]
-    low = block[layout.low_at : layout.low_at + layout.count].astype(np.uint16)
+    low = block[layout.low_at : layout.low_at + -(-layout.count * layout.half_bits // 8)]
+    if layout.half_bits == 4:
+        low = ((low[:, None] >> np.array([0, 4], np.uint8)) & np.uint8(0xF)).reshape(-1)[: layout.count]
     quads = block[layout.first_at : layout.first_at + -(-layout.count // 4)]
     first = ((quads[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3).reshape(-1)[: layout.count]
     escaped = first == FIRST_ESCAPE
@@ -172,8 +191,11 @@ def decode(block: Bytes, layout: Layout) -> Words:
     entries[rest] = block[layout.third_at : layout.third_at + layout.third]
     exponent = table[first]
     exponent[escaped] = entries
-    words: Words = (low & 0x80) << 8 | exponent.astype(np.uint16) << 7 | (low & 0x7F)
-    return words
+    sign, wide = 1 << (layout.half_bits - 1), low.astype(np.uint16)
+    words: Words = (
+        (wide & sign) << layout.half_bits | exponent.astype(np.uint16) << (layout.half_bits - 1) | wide & (sign - 1)
+    )
+    return words if layout.item_bytes == 2 else words.astype(np.uint8)
 
 
 def _codes(exponent: Bytes, table: Bytes) -> Bytes:

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from omnimodel.errors import ImageError
-from omnimodel.memory.codec import ALIGN_BYTES, Bytes, Layout, decode, encode, estimate
+from omnimodel.memory.codec import ALIGN_BYTES, Bytes, Layout, Values, decode, encode, estimate
 
 MAGIC = b"OMNIPACK"
 FORMAT = 1
 BLOCK_BYTES = 4096  # the body is a multiple long, so that it can be read with O_DIRECT
 WORTH_RATIO = 0.95  # a tensor that stays larger than this is kept as it is
 SMALL_BYTES = 64 << 10
+CODED = {"bfloat16": 2, "float8_e4m3fn": 1}  # torch's names, and the bytes of a value
 _INDEX_BYTES = 64 << 20
 _TRAILER_BYTES = 16
 _IMAGE_BYTES = 1 << 44
@@ -106,9 +107,10 @@ def expected_ratio(image: str, tensors: Sequence[Tensor]) -> float:
 def _worthy(source: Bytes, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:
     """The tensors that are coded, each because of the ratio that is measured of it."""
     for tensor in tensors:
-        if tensor.dtype != "bfloat16" or tensor.bytes < SMALL_BYTES or tensor.offset % 2:
+        item_bytes = CODED.get(tensor.dtype)
+        if item_bytes is None or tensor.bytes < SMALL_BYTES or tensor.offset % item_bytes:
             continue
-        ratio = estimate(source[tensor.offset : tensor.offset + tensor.bytes].view(np.uint16))
+        ratio = estimate(_values(source[tensor.offset : tensor.offset + tensor.bytes], item_bytes))
         if ratio <= WORTH_RATIO:
             yield tensor, ratio
 
@@ -128,7 +130,7 @@ def pack(
         tensors: of the image, in order of their offsets.
         frame_bytes: of the devices that will hold it; a power of two, at least 64 KiB.
         output: path of the file to write; it must not exist.
-        threads: how many blocks are coded at once; each takes about six times its size of memory.
+        threads: how many blocks are coded at once; each takes about six times a frame of memory.
         progress: called with how many bytes of the image are done, of how many.
 
     Raises:
@@ -157,31 +159,37 @@ def pack(
     return index
 
 
-def _cuts(source: Bytes, tensors: Sequence[Tensor], frame_bytes: int) -> list[tuple[int, int, bool]]:
-    """The image as (offset, bytes, coded): each tensor worth it by itself, all between together, cut at frames."""
-    spans: list[tuple[int, int, bool]] = []
+def _cuts(source: Bytes, tensors: Sequence[Tensor], frame_bytes: int) -> list[tuple[int, int, int]]:
+    """The image as (offset, bytes, item bytes): each tensor worth it by itself, all between with 0, cut at frames."""
+    spans: list[tuple[int, int, int]] = []
     done = 0
     for tensor, _ in _worthy(source, tensors):
         if tensor.offset > done:
-            spans.append((done, tensor.offset - done, False))
-        spans.append((tensor.offset, tensor.bytes, True))
+            spans.append((done, tensor.offset - done, 0))
+        spans.append((tensor.offset, tensor.bytes, CODED[tensor.dtype]))
         done = tensor.offset + tensor.bytes
     if done < source.size:
-        spans.append((done, source.size - done, False))
+        spans.append((done, source.size - done, 0))
     return [
-        (low, min(offset + size, low - low % frame_bytes + frame_bytes) - low, coded)
-        for offset, size, coded in spans
-        for low in [offset, *range(offset - offset % frame_bytes + frame_bytes, offset + size, frame_bytes)]
+        (low, min(offset + size, low - low % step + step) - low, item_bytes)
+        for offset, size, item_bytes in spans
+        # no more values of fp8 in a block than of bf16: coding takes memory by their number
+        for step in [frame_bytes // 2 if item_bytes == 1 else frame_bytes]
+        for low in [offset, *range(offset - offset % step + step, offset + size, step)]
     ]
 
 
-def _coded(source: Bytes, offset: int, size: int, coded: bool) -> tuple[Bytes, Layout | None]:
+def _coded(source: Bytes, offset: int, size: int, item_bytes: int) -> tuple[Bytes, Layout | None]:
     part = source[offset : offset + size]
-    if coded and size >= SMALL_BYTES:
-        block, layout = encode(part.view(np.uint16))
+    if item_bytes and size >= SMALL_BYTES:
+        block, layout = encode(_values(part, item_bytes))
         if block.size < size:
             return block, layout
     return part, None
+
+
+def _values(part: Bytes, item_bytes: int) -> Values:
+    return part.view(np.uint16) if item_bytes == 2 else part
 
 
 def _trailer(index: PackedIndex) -> bytes:
@@ -242,7 +250,8 @@ def _parse(body: dict[str, Any]) -> PackedIndex:
     for entry in body["blocks"]:
         if len(entry) not in (4, 7) or any(type(n) is not int or not 0 <= n <= _IMAGE_BYTES for n in entry):
             raise ValueError(f"block {entry!r:.80}")
-        block = Block(entry[0], entry[1], entry[2], entry[3], Layout(*entry[4:]) if len(entry) == 7 else None)
+        layout = _layout(entry[1], *entry[4:]) if len(entry) == 7 else None
+        block = Block(entry[0], entry[1], entry[2], entry[3], layout)
         if block.offset != offset or block.stored_at != stored or not block.size_bytes:
             raise ValueError(f"block at {block.offset} does not follow the one before it")
         if block.offset // frame_bytes != (block.offset + block.size_bytes - 1) // frame_bytes:
@@ -261,11 +270,16 @@ def _parse(body: dict[str, Any]) -> PackedIndex:
     return index
 
 
+def _layout(size_bytes: int, count: int, second: int, third: int) -> Layout:
+    """What a block's counts say: as many values as bytes are float8_e4m3fn, anything else has to be bf16."""
+    return Layout(count, second, third, 1 if count == size_bytes else 2)
+
+
 def _stored_bytes(block: Block) -> int:
     if block.layout is None:
         return -(-block.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
     layout = block.layout
-    if 2 * layout.count != block.size_bytes or not layout.third <= layout.second <= layout.count:
+    if layout.item_bytes * layout.count != block.size_bytes or not layout.third <= layout.second <= layout.count:
         raise ValueError(f"block at {block.offset} has impossible counts")
     return layout.size_bytes
 

@@ -20,7 +20,7 @@ WARPS = 4
 @triton.jit(do_not_specialize=["count", "first_at", "tiles_at", "second_at", "third_at", "second_count", "third_count"])  # type: ignore[untyped-decorator]
 def unpack_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     block,  # noqa: ANN001  # uint8: the coded block
-    out,  # noqa: ANN001  # int16: the decoded words
+    out,  # noqa: ANN001  # int16 or int8: the decoded values
     count,  # noqa: ANN001
     low_at: tl.constexpr,
     first_at,  # noqa: ANN001
@@ -29,6 +29,7 @@ def unpack_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     third_at,  # noqa: ANN001
     second_count,  # noqa: ANN001
     third_count,  # noqa: ANN001
+    half: tl.constexpr,
     width: tl.constexpr,
 ):
     """Decode one tile.
@@ -39,7 +40,10 @@ def unpack_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     tile = tl.program_id(0)
     place = tile * width + tl.arange(0, width)
     live = place < count
-    low = tl.load(block + low_at + place, mask=live, other=0).to(tl.int32)
+    if half == 8:
+        low = tl.load(block + low_at + place, mask=live, other=0).to(tl.int32)
+    else:
+        low = tl.load(block + low_at + (place >> 1), mask=live, other=0).to(tl.int32) >> ((place & 1) * 4)
     quad = tl.load(block + first_at + (place >> 2), mask=live, other=0).to(tl.int32)
     first = (quad >> ((place & 3) * 2)) & 3
     escaped = live & (first == 3)
@@ -58,8 +62,9 @@ def unpack_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     entry = tl.where(escaped, 3 + second, first)
     exponent = tl.load(block + entry, mask=live & (entry < 10), other=0).to(tl.int32)
     exponent = tl.where(rest, plain, exponent)
-    word = ((low & 0x80) << 8) | (exponent << 7) | (low & 0x7F)
-    tl.store(out + place, word.to(tl.int16), mask=live)
+    sign: tl.constexpr = 1 << (half - 1)
+    word = ((low & sign) << half) | (exponent << (half - 1)) | (low & (sign - 1))
+    tl.store(out + place, word.to(out.dtype.element_ty), mask=live)
 
 
 class Address:
@@ -86,7 +91,7 @@ def unpack(block: Any, out: Any, layout: Layout) -> None:
 
     Args:
         block: the coded block: a uint8 tensor or `Address`, 16-byte aligned.
-        out: where `layout.count` words go: an int16 tensor or `Address`.
+        out: where `layout.count` values go: a tensor or `Address`, of int16 for bf16 and int8 for float8_e4m3fn.
         layout: of the block.
     """
     unpack_kernel[(triton.cdiv(layout.count, TILE),)](
@@ -100,6 +105,7 @@ def unpack(block: Any, out: Any, layout: Layout) -> None:
         layout.third_at,
         layout.second,
         layout.third,
+        half=layout.half_bits,
         width=TILE,
         num_warps=WARPS,
     )

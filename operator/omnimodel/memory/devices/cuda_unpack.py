@@ -37,14 +37,15 @@ class TritonDecoder:
         self._device = f"cuda:{context.ordinal}"
         self._streams: dict[int, Any] = {}
         context.enter()
-        block, layout = encode(np.zeros(TILE, np.uint16))
-        memory = int(call("cuMemAlloc", block.nbytes + 2 * TILE))
-        try:
-            call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
-            self(memory, memory + block.nbytes, layout, 0)  # compiles it, before a model waits for it
-            context.synchronize()
-        finally:
-            call("cuMemFree", memory)
+        for values in (np.zeros(TILE, np.uint16), np.zeros(TILE, np.uint8)):
+            block, layout = encode(values)
+            memory = int(call("cuMemAlloc", block.nbytes + values.nbytes))
+            try:
+                call("cuMemcpyHtoD", memory, block.__array_interface__["data"][0], block.nbytes)
+                self(memory, memory + block.nbytes, layout, 0)  # compiles it, before a model waits for it
+                context.synchronize()
+            finally:
+                call("cuMemFree", memory)
 
     def __call__(self, block: int, target: int, layout: Layout, stream: int) -> None:
         """Decode the block at one address to another, in a stream."""
@@ -52,7 +53,8 @@ class TritonDecoder:
             self._streams[stream] = self._torch.cuda.ExternalStream(stream, device=self._device)
         address = self._kernel.Address
         with self._torch.cuda.stream(self._streams[stream]):
-            self._kernel.unpack(address(block, self._torch.uint8), address(target, self._torch.int16), layout)
+            out = self._torch.int16 if layout.item_bytes == 2 else self._torch.int8
+            self._kernel.unpack(address(block, self._torch.uint8), address(target, out), layout)
 
 
 class Unpacker:
