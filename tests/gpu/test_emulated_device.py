@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -202,6 +203,33 @@ def test_a_process_waits_behind_the_copy_and_not_a_frame_longer(backend, driver,
     backend.device.unstage(staged)
     window.close()
     fence.close()
+
+
+def test_a_thread_that_has_not_computed_yet_can_wait_behind_a_copy(backend, driver):
+    fence = backend.device.fence()
+    window = backend.window(1)
+    window.follow(os.dup(fence.descriptor))
+    window.map(copy_of(backend.device.create(1)), fence_base=fence.base)
+    with ThreadPoolExecutor(1) as lane:
+        lane.submit(window.wait, FRAME, 0).result()
+    assert driver.streams[0]
+    window.abandon()
+    window.unmap()
+    window.close()
+    fence.close()
+
+
+def test_a_wake_changes_access_once_for_all_its_frames(backend, driver, monkeypatch):
+    changes, set_access = [], driver.do_cuMemSetAccess
+    held, window = backend.device.create(3), backend.window(3)
+    monkeypatch.setattr(
+        driver, "do_cuMemSetAccess", lambda *given: changes.append(given[1]) or set_access(*given), raising=False
+    )
+    for _turn in range(2):
+        window.map(copy_of(held))
+        window.unmap()
+    assert changes == [3 * FRAME, 3 * FRAME]
+    window.close()
 
 
 def test_a_process_is_let_go_when_its_copy_never_comes(backend, driver):

@@ -150,6 +150,7 @@ class CudaWindow:
             import torch
 
             stream = torch.cuda.current_stream(self._ordinal).cuda_stream
+        self._context.enter()  # of this thread, which may not have computed yet: the default stream is its context's
         self._page.wait(stream, self._fence_base + needed)
 
     def settle(self) -> None:
