@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -9,6 +12,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +20,7 @@ from hypothesis import strategies as st
 from omnimodel.errors import ImageError, LedgerError
 from omnimodel.memory.codec import Layout
 from omnimodel.memory.codec_file import Block, PackedIndex
+from omnimodel.memory.devices import cuda_arena, cuda_driver
 from omnimodel.memory.devices.cuda_arena import PAGE_BYTES, Arena, Extent, FreeList, pieces
 from omnimodel.memory.devices.cuda_copy import Staged, plan
 from omnimodel.memory.devices.cuda_fence import arrived
@@ -100,6 +105,7 @@ def test_an_image_can_be_staged_while_the_rest_is_still_being_pinned():
     arena = Arena(3 * CHUNK, registrations.add, registrations.remove, chunk_bytes=CHUNK)
     early = arena.take(CHUNK)
     assert arena.free_bytes == 2 * CHUNK  # the rest counts, though it is not there yet
+    assert arena.pinning == "30 % of 48Mi are pinned for images so far"
     later: list[list[Extent]] = []
     waiter = threading.Thread(target=lambda: later.append(arena.take(2 * CHUNK)))
     waiter.start()
@@ -108,6 +114,7 @@ def test_an_image_can_be_staged_while_the_rest_is_still_being_pinned():
     waiter.join(30)
     assert arena.wait(30)
     assert sum(e.size_bytes for e in later[0]) == 2 * CHUNK
+    assert arena.pinning == ""
     with pytest.raises(LedgerError, match="hostMemory"):
         arena.take(1)
     arena.give(early)
@@ -119,14 +126,108 @@ def test_an_image_can_be_staged_while_the_rest_is_still_being_pinned():
 def test_an_arena_that_cannot_be_pinned_whole_serves_what_it_has():
     registrations = Registrations()
     registrations.fails = True
-    arena = Arena(3 * CHUNK, registrations.add, registrations.remove, chunk_bytes=CHUNK)
+    told: list[None] = []
+    arena = Arena(3 * CHUNK, registrations.add, registrations.remove, chunk_bytes=CHUNK, told=lambda: told.append(None))
     registrations.gate.set()
     assert not arena.wait(30)
-    assert arena.free_bytes == CHUNK
+    assert arena.free_bytes == arena.capacity_bytes == CHUNK
+    assert len(told) == 2  # of the first chunk, and of the end
+    assert arena.pinning.startswith("only 16Mi of 48Mi could be pinned for images: driver: no more")
     arena.give(arena.take(CHUNK))
     with pytest.raises(LedgerError):
         arena.take(CHUNK + 1)
     arena.close()
+
+
+def can_be_read_directly(path: Path) -> bool:
+    """Whether the kernel reads a file past its page cache."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.preadv(descriptor, [mmap.mmap(-1, 4096)], 0) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def test_reading_goes_past_the_page_cache_and_straight_into_pinned_memory(tmp_path, monkeypatch):
+    path = tmp_path / "image"
+    path.write_bytes(bytes(range(256)) * 64)
+    if not can_be_read_directly(path):
+        pytest.skip(f"{tmp_path} is on a file system without O_DIRECT")
+    registrations, read = Registrations(), []
+    arena = Arena(CHUNK, registrations.add, registrations.remove, chunk_bytes=CHUNK)
+    extents = arena.take(1 << 14)
+    preadv = os.preadv
+
+    def into(descriptor, buffers, offset):
+        (chunk, size), found = *registrations.held.items(), np.frombuffer(buffers[0], np.uint8).ctypes.data
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        read.append(bool(flags & os.O_DIRECT) and chunk <= found <= found + len(buffers[0]) <= chunk + size)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", into)
+    assert arena.read(str(path), extents, 1 << 14)
+    assert read
+    assert all(read)
+    arena.close()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_opens_a_file_so_and_does_not_read_it_is_read_as_others_are(tmp_path, monkeypatch, number):
+    path, content = tmp_path / "image", bytes(range(250)) * 100
+    path.write_bytes(content)
+    arena = Arena(CHUNK, lambda *_: None, lambda _: None, chunk_bytes=CHUNK)
+    extents, preadv = arena.take(len(content)), os.preadv
+
+    def refuses(descriptor, buffers, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuses)
+    if number == errno.EINVAL:
+        assert arena.read(str(path), extents, len(content)) is False
+        assert bytes(arena.view(extents[0].address, len(content))) == content
+    elif can_be_read_directly(path):
+        with pytest.raises(ImageError, match="Input/output error"):
+            arena.read(str(path), extents, len(content))
+    arena.close()
+
+
+def test_pages_are_touched_first_by_threads_near_the_gpu(monkeypatch):
+    one = {min(os.sched_getaffinity(0))}
+    seen: list[set[int]] = []
+    monkeypatch.setattr(cuda_arena, "_touch", lambda _part: seen.append(os.sched_getaffinity(0)))
+    arena = Arena(2 * CHUNK, lambda *_: None, lambda _: None, one, CHUNK)
+    assert arena.wait(30)
+    assert len(seen) == 8
+    assert all(cpus == one for cpus in seen)
+    assert os.sched_getaffinity(0) >= one
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("listed", "near"),
+    [
+        pytest.param("{0}", {0}, id="one"),
+        pytest.param("{0}-{1},9000", {0, 1}, id="a range, and one that this process may not use"),
+        pytest.param("9000-9001", {0, 1}, id="none that this process may use"),
+        pytest.param("", {0, 1}, id="none, as on a machine without nodes"),
+        pytest.param(None, {0, 1}, id="the machine does not say"),
+    ],
+)
+def test_which_processors_are_near_a_gpu(monkeypatch, tmp_path, listed, near):
+    allowed = [100, 101]  # whatever this machine has
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
+    monkeypatch.setattr(cuda_driver, "PCI_DEVICES", tmp_path)
+    if listed is not None:
+        (tmp_path / "0000:03:00.0").mkdir()
+        (tmp_path / "0000:03:00.0" / "local_cpulist").write_text(listed.format(*allowed) + "\n")
+    assert cuda_driver.near_cpus("0000:03:00.0") == {allowed[number] for number in near}
 
 
 @pytest.mark.parametrize("size", [4096, PAGE_BYTES + 4096, 3 * CHUNK - 8192, 5000], ids=str)
@@ -144,7 +245,7 @@ def test_a_file_is_read_into_scattered_extents(tmp_path, size, folder):
     try:
         path.write_bytes(content[:size])
         extents = arena.take(size)
-        arena.read(str(path), extents, size)
+        assert arena.read(str(path), extents, size) is can_be_read_directly(path)
         found = b"".join(bytes(arena.view(p.address, p.size_bytes)) for p in pieces(extents, 0, size))
         assert found == content[:size]
         os.truncate(path, size // 2)

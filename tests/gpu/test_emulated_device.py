@@ -251,7 +251,7 @@ def test_it_is_opened_by_its_name(driver, name):
     device = open_device(name, FRAME, arena_bytes=0)
     assert device.name == "cuda:0"
     assert device.frame_bytes == FRAME
-    assert device.arena_ready() == 1.0
+    assert device.pinning == ""
     window = open_window(device.name, 2, FRAME)
     window.close()
     device.close()

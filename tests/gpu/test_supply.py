@@ -108,6 +108,24 @@ assert parts == ["omnimodel.memory.devices.cuda_driver"], parts
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": "operator"})
 
 
+def test_on_a_machine_without_a_driver_omni_up_imports_nothing_of_cuda():
+    code = """
+import os, sys
+import omnimodel.cli
+
+from omnimodel.cli import up
+import omnimodel.agent.agent, omnimodel.controllers.local, omnimodel.gateway.app, omnimodel.runtime.zygote
+from omnimodel.runtime.preload import PRELOAD
+if not os.path.exists("/dev/nvidiactl"):
+    loaded = {name for name in sys.modules if name.split(".")[0] in {"torch", "triton", "cuda", "pynvml"}}
+    assert not loaded, loaded
+    assert not [name for name in PRELOAD if "cuda" in name], PRELOAD
+    parts = {name for name in sys.modules if name.startswith("omnimodel.memory.devices.cuda")}
+    assert parts == {"omnimodel.memory.devices.cuda_driver"}, parts
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": "operator"})
+
+
 SPEC = {
     "model": {"namespace": "default", "name": "m"}, "generation": 1, "engine": "python", "workingDir": "",
     "limits": {"tmpBytes": 1, "shmBytes": 1, "processes": 1, "cpuMillis": 0}, "isolationLevel": "process",
@@ -202,6 +220,24 @@ async def test_an_image_that_has_room_only_beside_those_in_use_is_read_on_the_wa
             assert second == "b in parts"
     async with arena.staged(image("b", 4 << 20), lambda _: 0.0) as second:
         assert second == "b"
+    await arena.close()
+
+
+async def test_an_arena_that_could_not_be_pinned_whole_has_what_there_is_and_the_host_has_the_rest():
+    host, device = Account("host", 10 << 20, measured=True), Pinning()
+    arena = Arena(device, host)
+    await arena.stage(image("a", 4 << 20), lambda _: 0.0)
+    device.pinned_bytes = 4 << 20
+    await arena.stage(image("b", 2 << 20), lambda _: 0.0)
+    assert (arena.holds("a"), arena.holds("b")) == (False, True)
+    assert host.held_bytes(kind=Kind.ARENA) == 4 << 20
+    with pytest.raises(LedgerError, match="needs 6291456 bytes of the arena, 4194304 could be free"):
+        await arena.stage(image("c", 6 << 20), lambda _: 0.0)
+    device.pinned_bytes = 0
+    with pytest.raises(LedgerError, match="0 could be free"):
+        await arena.stage(image("d", 2 << 20), lambda _: 0.0)
+    assert arena.short_bytes(image("d", 2 << 20)) == 0  # no process that ends would make room for it
+    assert host.held_bytes() == 0
     await arena.close()
 
 

@@ -370,6 +370,7 @@ class Agent:
         if refusal is None and not opened.devices.usable:
             reason, why = str(Reason.DEVICE_LOST), problems
         memory = opened.devices.first.memory
+        memory.arena.follow()
         room = opened.preparation.room
         footprint_bytes = sum(
             model.serving.weights_bytes + model.serving.working_bytes * model.serving.spread.count
@@ -393,7 +394,7 @@ class Agent:
             isolation_missing=missing,
             ready=not reason,
             reason=reason,
-            message=why or "; ".join(filter(None, [problems, self._note])),
+            message=why or "; ".join(filter(None, [problems, memory.device.pinning, self._note])),
             store_path=str(self.layout.kept),
             store_bytes=room.capacity_bytes,
             store_free_bytes=room.free_bytes,

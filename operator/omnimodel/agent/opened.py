@@ -98,7 +98,13 @@ class OpenedPool:
                 forms=lambda: found.forms if all(each.decodes() for each in opened) else Forms(found.auto_dtype),
                 doubt=doubt,
             )
-            opened = open_devices(list(found.budgets), found.frame_bytes, arena_bytes=found.arena_bytes)
+            loop = asyncio.get_running_loop()
+            opened = open_devices(
+                list(found.budgets),
+                found.frame_bytes,
+                arena_bytes=found.arena_bytes,
+                told=lambda: _told(loop, changed),
+            )
             undo.pop_all()
         host = Account("host", found.host_bytes, measured=True)
         arena = Arena(opened[0], host)
@@ -178,6 +184,11 @@ class OpenedPool:
         if missing:
             notes.append(f"store.published: there is no {', '.join(missing)}: what it should have is published anew")
         return notes
+
+
+def _told(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # nobody is left to be told
+        loop.call_soon_threadsafe(changed)
 
 
 def _fewer_gpus(count: int, there: int) -> str:

@@ -52,9 +52,11 @@ class Arena:
 
     def __init__(self, device: Device, account: Account, budget_bytes: int | None = None) -> None:
         self.device = device
-        if device.pinned_bytes:
+        self._host = account
+        self._pinned = device.pinned_bytes > 0
+        if self._pinned:
             account.hold("arena", Kind.ARENA, device.pinned_bytes)
-            account = Account("arena", device.pinned_bytes)
+            account = Account("arena", device.pinned_bytes, measured=True)
         self.account = account
         self.budget_bytes = budget_bytes
         self._entries: dict[str, _Entry] = {}
@@ -106,7 +108,7 @@ class Arena:
 
         Nobody else has any of what a device has pinned.
         """
-        return 0 if self.device.pinned_bytes else self._short_bytes(ref)
+        return 0 if self._pinned else self._short_bytes(ref)
 
     def _short_bytes(self, ref: ImageRef) -> int:
         if ref.digest in self._entries:
@@ -129,7 +131,14 @@ class Arena:
 
     def give_up(self, needed_bytes: int, worth: Callable[[str], float]) -> int:
         """Free host bytes for someone else. Returns how many came free, which may be fewer."""
-        return 0 if self.device.pinned_bytes else self._free_up(needed_bytes, worth)
+        return 0 if self._pinned else self._free_up(needed_bytes, worth)
+
+    def follow(self) -> None:
+        """Have no more, and leave the rest to others, when the device could not pin all that it was to."""
+        if self._pinned and self.account.capacity_bytes != self.device.pinned_bytes:
+            log.warning("arena_smaller bytes=%d of=%d", self.device.pinned_bytes, self.account.capacity_bytes)
+            self.account.resize(self.device.pinned_bytes)
+            self._host.set("arena", Kind.ARENA, self.device.pinned_bytes)
 
     async def close(self) -> None:
         """Take everything out; nothing may be in use."""
@@ -138,6 +147,7 @@ class Arena:
             self._remove(entry)
 
     def _room_bytes(self) -> int:
+        self.follow()
         if self.budget_bytes is None:
             return self.account.free_bytes
         return min(self.account.free_bytes, self.budget_bytes - self.held_bytes)

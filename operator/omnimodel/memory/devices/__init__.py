@@ -7,7 +7,7 @@ read-only at a wake, and out of which they are unmapped at an evict; tensors are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,7 +98,6 @@ class Device(Protocol):
         name: `host`, `cuda:0`.
         frame_bytes: size of a frame.
         on_host: whether its memory is the machine's, so that what a process holds in private counts on it.
-        pinned_bytes: host memory that it has taken for images, and nobody else can have; 0 when it takes none.
         page_bytes: what an image takes of it is a multiple of this.
         stream_bytes: what an image takes of it that is read while it is copied; 0 where images must be there whole.
         context_bytes: what a process is expected to hold on it beside frames and working memory.
@@ -109,13 +108,23 @@ class Device(Protocol):
     name: str
     frame_bytes: int
     on_host: bool
-    pinned_bytes: int
     page_bytes: int
     stream_bytes: int
     context_bytes: int
     meter: Meter | None
     unmetered: str
     parking: Parking | None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that it takes for images, and nobody else can have; 0 when it takes none.
+
+        It becomes less when not all of it can be had.
+        """
+
+    @property
+    def pinning(self) -> str:
+        """How far it is with that, or why it became less, in words; empty when there is nothing to say."""
 
     def create(self, count: int) -> list[Frame]:
         """Create frames. Raises LedgerError when the device has no room; then none was created."""
@@ -200,13 +209,16 @@ class Window(Protocol):
         """Fence, then take the frames out of the range."""
 
 
-def open_device(name: str, frame_bytes: int, *, arena_bytes: int | None = None) -> Device:
+def open_device(
+    name: str, frame_bytes: int, *, arena_bytes: int | None = None, told: Callable[[], None] = lambda: None
+) -> Device:
     """Open the agent's side of a device.
 
     Args:
         name: `host`, `cuda` or `cuda:0`.
         frame_bytes: size of a frame, a multiple of 2 MiB.
         arena_bytes: host memory to pin for images; None: half of what is available. A host device pins none.
+        told: called, from any thread, when `pinning` says something else.
 
     Raises:
         OmniError: there is no such device here.
@@ -218,21 +230,27 @@ def open_device(name: str, frame_bytes: int, *, arena_bytes: int | None = None) 
     if name.partition(":")[0] == "cuda":
         from omnimodel.memory.devices.cuda import CudaDevice
 
-        return CudaDevice(name, frame_bytes, arena_bytes)
+        return CudaDevice(name, frame_bytes, arena_bytes, told=told)
     raise OmniError(f"device {name}", "there is no such device", "use host or cuda:0")
 
 
-def open_devices(names: Sequence[str], frame_bytes: int, *, arena_bytes: int | None = None) -> list[Device]:
+def open_devices(
+    names: Sequence[str],
+    frame_bytes: int,
+    *,
+    arena_bytes: int | None = None,
+    told: Callable[[], None] = lambda: None,
+) -> list[Device]:
     """Open the agent's side of several devices; what the first pins for images, all copy from.
 
     Args:
         names: `host`, or as many of `cuda:0`, `cuda:1` as there are.
-        frame_bytes, arena_bytes: see `open_device`.
+        frame_bytes, arena_bytes, told: see `open_device`.
 
     Raises:
         OmniError: one of them is not here; then none is open.
     """
-    opened = [open_device(names[0], frame_bytes, arena_bytes=arena_bytes)]
+    opened = [open_device(names[0], frame_bytes, arena_bytes=arena_bytes, told=told)]
     try:
         for name in names[1:]:
             from omnimodel.memory.devices.cuda import CudaDevice

@@ -17,7 +17,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,9 @@ class CudaDevice:
     Args:
         name: `cuda:1` with its number among those that the driver shows this process; `cuda` is the first.
         frame_bytes: size of one frame; a multiple of the device's granularity (2 MiB).
-        arena_bytes: host memory to pin for images, in the background; `arena_ready` says how far it is. None: half
-            of what is available.
+        arena_bytes: host memory to pin for images, in the background; None: half of what is available.
         arena: of another device of this process, to copy from that one instead.
+        told: called from another thread when `pinning` says something else.
 
     Raises:
         OmniError: there is no such device.
@@ -109,6 +109,7 @@ class CudaDevice:
         frame_bytes: int = FRAME_BYTES,
         arena_bytes: int | None = None,
         arena: Arena | None = None,
+        told: Callable[[], None] = lambda: None,
     ) -> None:
         ordinal = ordinal_of(name)
         self.name = f"cuda:{ordinal}"
@@ -135,9 +136,9 @@ class CudaDevice:
         self._own_arena = arena is None
         if arena is None:
             pinned_bytes = available_bytes() // 2 if arena_bytes is None else arena_bytes
-            arena = Arena(pinned_bytes, self._register, self._unregister, near_cpus(self.context.bus_id()))
+            near = near_cpus(self.context.bus_id())
+            arena = Arena(pinned_bytes, self._register, self._unregister, near, told=told)
         self.arena = arena
-        self.pinned_bytes = arena.capacity_bytes if self._own_arena else 0
         self._slot_bytes = slot_bytes(frame_bytes)
         self.stream_bytes = min(_SLOTS, arena.capacity_bytes // self._slot_bytes) * self._slot_bytes
 
@@ -351,9 +352,15 @@ class CudaDevice:
             return error.problem
         return ""
 
-    def arena_ready(self) -> float:
-        """How much of the arena is pinned, from 0 to 1."""
-        return self.arena.made_bytes / self.arena.capacity_bytes if self.arena.capacity_bytes else 1.0
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Device`."""
+        return self.arena.capacity_bytes if self._own_arena else 0
+
+    @property
+    def pinning(self) -> str:
+        """See `Device`."""
+        return self.arena.pinning if self._own_arena else ""
 
     def close(self) -> None:
         """Destroy everything."""

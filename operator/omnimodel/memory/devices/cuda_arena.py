@@ -7,6 +7,8 @@ moved. Registering is a callable: without a driver the whole of it runs in plain
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -20,6 +22,7 @@ import numpy as np
 
 from omnimodel.errors import ImageError, LedgerError
 from omnimodel.memory.devices.cuda_driver import address_of
+from omnimodel.quantity import format_bytes
 
 if TYPE_CHECKING:
     from omnimodel.memory.devices.cuda_transfer import CudaCopy
@@ -140,6 +143,7 @@ class Arena:
         unregister: called with the address of each chunk at close.
         cpus: on which the pages are touched first; empty: on any.
         chunk_bytes: size of one registration.
+        told: called from the background thread when `pinning` says something else.
     """
 
     def __init__(
@@ -149,8 +153,10 @@ class Arena:
         unregister: Callable[[int], None],
         cpus: set[int] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        told: Callable[[], None] = lambda: None,
     ) -> None:
-        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self.capacity_bytes = self._wanted_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self._told = told
         self._register, self._unregister = register, unregister
         self._cpus = cpus or set()
         self._chunk_bytes = chunk_bytes
@@ -173,8 +179,17 @@ class Arena:
     def free_bytes(self) -> int:
         """Bytes that no image holds, those not registered yet included."""
         with self._changed:
-            ready = self._free.free_bytes
-            return ready if self._failure else ready + self.capacity_bytes - self._free.total_bytes
+            return self._free.free_bytes + self.capacity_bytes - self._free.total_bytes
+
+    @property
+    def pinning(self) -> str:
+        """How far it is, in tenths, or that it became no larger, in words; empty when all of it is registered."""
+        wanted = format_bytes(self._wanted_bytes)
+        if self._failure is not None:
+            return f"only {format_bytes(self.made_bytes)} of {wanted} could be pinned for images: {self._failure}"
+        if self.made_bytes == self._wanted_bytes:
+            return ""
+        return f"{100 * self.made_bytes // self._wanted_bytes // 10 * 10} % of {wanted} are pinned for images so far"
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until all of it is registered (or failed); whether it is."""
@@ -220,7 +235,9 @@ class Arena:
             log.exception("arena incomplete bytes=%d of=%d", self.made_bytes, self.capacity_bytes)
             with self._changed:
                 self._failure = error
+                self.capacity_bytes = self.made_bytes
                 self._changed.notify_all()
+            self._told()
 
     def _make_chunk(self, size: int, touchers: ThreadPoolExecutor) -> None:
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -235,10 +252,13 @@ class Arena:
         del whole, parts
         address = address_of(memory)
         self._register(address, size)
+        before = self.pinning
         with self._changed:
             self._chunks.append((address, memory))
             self._free.add(address, size)
             self._changed.notify_all()
+        if self.pinning != before:
+            self._told()
         log.debug("arena bytes=%d of=%d", self.made_bytes, self.capacity_bytes)
 
     def read(self, path: str, extents: Sequence[Extent], size_bytes: int, offset: int = 0) -> bool:
@@ -269,6 +289,7 @@ class Arena:
             raise ImageError(path, f"cannot be read: {error.strerror}") from error
         try:
             with ThreadPoolExecutor(READERS, "arena-read") as readers:
+                direct = direct and self._can_read(descriptor, cuts)
                 for arrived, wanted in readers.map(lambda cut: self._read_piece(descriptor, *cut), cuts):
                     if arrived < wanted:
                         raise ImageError(path, "is shorter than its index says", "publish the model again")
@@ -277,6 +298,21 @@ class Arena:
         finally:
             os.close(descriptor)
         return direct
+
+    def _can_read(self, descriptor: int, cuts: Sequence[tuple[int, Piece]]) -> bool:
+        """Whether a file can be read past the page cache: some file systems open it so, and refuse to read.
+
+        Then it is read as any other from here on.
+        """
+        for offset, piece in cuts[:1]:
+            try:
+                os.preadv(descriptor, [self.view(piece.address, BLOCK_BYTES)], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+                return False
+        return True
 
     def _read_piece(self, descriptor: int, offset: int, piece: Piece) -> tuple[int, int]:
         # O_DIRECT wants whole blocks; extents are whole pages, so a rounded-up read stays inside its own extent

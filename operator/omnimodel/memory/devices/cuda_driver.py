@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 CONTROL_NODE = "/dev/nvidiactl"
 MEMORY_NODE = "/dev/nvidia-uvm"
 GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each, by its address on the PCI bus
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _loaded: list[Any] = []  # the module, once it is
 
@@ -279,7 +280,7 @@ def near_cpus(bus_id: str) -> set[int]:
     """CPUs on the NUMA node of a PCI device; all that this process may use where the machine does not say."""
     allowed = os.sched_getaffinity(0)
     try:
-        listed = Path(f"/sys/bus/pci/devices/{bus_id}/local_cpulist").read_text().strip()
+        listed = (PCI_DEVICES / bus_id / "local_cpulist").read_text().strip()
     except OSError:
         return allowed
     near: set[int] = set()

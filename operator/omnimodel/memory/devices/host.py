@@ -112,6 +112,7 @@ class HostDevice:
     name = "host"
     on_host = True
     pinned_bytes = 0  # images lie in the page cache
+    pinning = ""
     page_bytes = 1
     stream_bytes = 0
     context_bytes = 0
