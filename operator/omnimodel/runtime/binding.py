@@ -1,5 +1,7 @@
 """Binds a module to its image: every parameter and every buffer lies in the window, and nowhere else.
 
+But for buffers that a forward pass writes to, which are memory of the process.
+
 The module is built on the meta device, without memory. Then each of its tensors is replaced by a view of the window
 at the offset that the index gives, a quantized weight by one that is made of such views; what is mapped there may
 change with each wake, the addresses never do.
@@ -7,12 +9,13 @@ change with each wake, the addresses never do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omnimodel.errors import ImageError
+from omnimodel.runtime.handlers import HandlerError
 from omnimodel.runtime.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -67,7 +70,12 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth - 1)
 
 
-def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | None) -> None:
+Own = tuple[torch.Tensor, torch.Tensor]  # memory of the process, and what was published, in the window
+
+
+def bind(
+    subject: str, module: torch.nn.Module, index: Index, window: Window | None, mutable: Collection[str] = ()
+) -> list[Own]:
     """Replace every tensor of `module` by a view of `window`.
 
     Args:
@@ -75,15 +83,28 @@ def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | N
         module: built on the meta device.
         index: of the image that will be mapped.
         window: at least as large as the image; None when the image is empty.
+        mutable: names of buffers that a forward pass writes to.
+
+    Returns:
+        Of each of these its memory, which has no values yet.
 
     Raises:
         ImageError: module and index do not fit, or something would stay without values.
+        HandlerError: a name in `mutable` is that of no buffer.
     """
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if strange := next((name for name in mutable if name not in buffers), ""):
+        raise HandlerError(subject, f"mutable names {strange}, which is no buffer", "correct it, or build()")
+    own: list[Own] = []
     parts = dict(module.named_modules(remove_duplicate=False))
     built = {name: tensor for names, tensor in tensors_in_order(module) for name in names}
     views = ((entry.names, _view(entry, window)) for entry in index.tensors)
-    for names, values in Quantization.of(subject, index).joined(subject, views, built):
+    for names, published in Quantization.of(subject, index).joined(subject, views, built):
+        values = published
         shared: torch.nn.Parameter | None = None
+        if any(name in mutable for name in names):
+            values = torch.empty_like(published)
+            own.append((values, published))
         for name in names:
             prefix, _, leaf = name.rpartition(".")
             part = parts.get(prefix)
@@ -105,6 +126,7 @@ def bind(subject: str, module: torch.nn.Module, index: Index, window: Window | N
     if left:
         more = f" and {len(left) - _NAMED_AT_MOST} more" if len(left) > _NAMED_AT_MOST else ""
         raise _mismatch(subject, f"its image has no values for {', '.join(left[:_NAMED_AT_MOST])}{more}")
+    return own
 
 
 def _view(entry: TensorEntry, window: Window | None) -> torch.Tensor:

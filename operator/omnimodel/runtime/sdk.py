@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,8 @@ class Model:
         dtype: torch dtype of the floating-point weights, as the manifest and the machine decide.
         device: where the module runs; what `predict` is given is on the CPU, and what it returns may be on either.
         module: the module, once there is one.
+        mutable: names of buffers that a forward pass writes to, such as a counter: they are memory of the process,
+            which begins with what was published and keeps what was written over an evict. Others can only be read.
     """
 
     options: Mapping[str, Any]
@@ -157,6 +159,7 @@ class Model:
     dtype: torch.dtype
     device: str
     module: Any = None
+    mutable: Collection[str] = ()
 
     def build(self) -> torch.nn.Module | None:
         """Make the module without weights. Called under `torch.device("meta")` when serving, on the CPU to publish.

@@ -20,7 +20,7 @@ from omnimodel.memory.devices import open_window
 from omnimodel.memory.image import ASSETS_FOLDER, Index, read_index
 from omnimodel.memory.packing import pack_folder
 from omnimodel.runtime import publishing, signature, tasks
-from omnimodel.runtime.binding import bind
+from omnimodel.runtime.binding import Own, bind
 from omnimodel.runtime.engines import TEXT_GENERATION, Setting, name_of, subject_of
 from omnimodel.runtime.handlers import HandlerError, call, calling, load_class
 from omnimodel.runtime.lane import Lane
@@ -74,6 +74,7 @@ class OwnEngine:
         self._setting = setting
         self._window: Window | None = None
         self._serving: Serving | None = None
+        self._empty: list[Own] = []  # memory of the process that has no values yet
 
     @property
     def abandoned(self) -> bool:
@@ -96,7 +97,7 @@ class OwnEngine:
             )
         self._window = _window(setting, index)
         if module is not None:
-            bind(subject, module.eval(), index, self._window)
+            self._empty = bind(subject, module.eval(), index, self._window, model.mutable)
             if self._window is not None and setting.fence is not None:
                 wait_before_use(module, index, self._window)
         elif index.tensors:
@@ -123,6 +124,7 @@ class OwnEngine:
         began = time.perf_counter()
         if self._window is not None:
             self._window.map(descriptors, fence_base=fence_base)
+            self._fill(self._window)
         elif descriptors:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -130,6 +132,17 @@ class OwnEngine:
         map_seconds = time.perf_counter() - began
         self._serving.resume()
         return {"mapSeconds": map_seconds}
+
+    def _fill(self, window: Window) -> None:
+        """Give what a forward pass writes to the values that were published, at the first wake."""
+        if not self._empty:
+            return
+        window.settle()
+        for own, published in self._empty:
+            own.copy_(published)
+        if any(own.is_cuda for own, _ in self._empty):
+            torch.cuda.synchronize()  # whoever computes may do so in another stream
+        self._empty = []
 
     def evict(self, *, trim: bool) -> int:
         """Close the fence, unmap, and give memory back."""
