@@ -175,6 +175,7 @@ async def test_gpus_are_lost_one_after_another_and_the_others_serve_on(tmp_path,
                 with pytest.raises(DispatchError, match="is lost") as caught:
                     await world.ask(f"m{seed}")
                 assert caught.value.reason is Reason.DEVICE_LOST
+            await world.until(lambda: not world.agent._devices.watched, "all are told of")
             told = [
                 event.message async for event in world.agent.events.follow(follow=False) if event.kind == "OmniPool"
             ]
