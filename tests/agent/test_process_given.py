@@ -16,6 +16,9 @@ pytestmark = [
 ]
 
 
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
 async def test_secrets_reach_the_process_and_nobody_else(tmp_path: Path) -> None:
     secret = "secret-" + random.Random().randbytes(16).hex()
     async with children(tmp_path) as many:
@@ -84,6 +87,22 @@ answer['program_is_mine'] = os.access(sys.executable, os.X_OK)
     assert answer["folder"] == ["/tmp", "/tmp"]
     assert answer["cores"]
     assert answer["program_is_mine"]
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this machine gives nobody large pages"
+)
+async def test_its_allocator_gets_large_pages_when_it_is_told_to(tmp_path: Path) -> None:
+    program = "memory = bytearray(64 << 20); print(open('/proc/self/smaps_rollup').read())"
+    look = f"""
+import subprocess, sys
+os.environ['GLIBC_TUNABLES'] = 'glibc.malloc.hugetlb=1'
+answer['rollup'] = subprocess.run([sys.executable, '-c', {program!r}], capture_output=True).stdout.decode()
+"""
+    async with children(tmp_path) as many:
+        rollup = (await run(await many.make(memory_bytes=256 << 20), look))["rollup"]
+    (large,) = (line.split() for line in rollup.splitlines() if line.startswith("AnonHugePages:"))
+    assert int(large[1]) << 10 >= 32 << 20
 
 
 async def test_it_cannot_reopen_a_frame_for_writing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from omnimodel.errors import IsolationError
 from omnimodel.isolation import landlock, seccomp, syscalls
-from omnimodel.isolation.interpreter import SYSTEM_FOLDERS, interpreter_paths
+from omnimodel.isolation.interpreter import KERNEL_FOLDERS, SYSTEM_FOLDERS, interpreter_paths
 from omnimodel.isolation.plan import Level, Reached, SandboxPlan
 from omnimodel.isolation.root import change_root
 
@@ -22,7 +22,7 @@ _READABLE_FILES = (
     *(f"/etc/{name}" for name in ("passwd", "group", "hosts", "resolv.conf", "mime.types", "services", "protocols")),
     *(f"/proc/{name}" for name in ("cpuinfo", "meminfo", "stat", "uptime", "version", "filesystems", "loadavg")),
     "/proc/sys/kernel/osrelease",
-    "/sys/devices/system",
+    *KERNEL_FOLDERS,
 )
 _DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty"))
 

@@ -7,6 +7,10 @@ import sys
 from collections.abc import Iterable
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+KERNEL_FOLDERS = (  # what libraries read of the machine: its processors, and how allocators get large pages
+    "/sys/devices/system",
+    "/sys/kernel/mm/transparent_hugepage",
+)
 
 
 def outermost(paths: Iterable[str]) -> tuple[str, ...]:

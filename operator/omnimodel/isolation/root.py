@@ -12,7 +12,7 @@ import stat
 
 from omnimodel.errors import IsolationError
 from omnimodel.isolation import syscalls
-from omnimodel.isolation.interpreter import SYSTEM_FOLDERS, interpreter_paths, outermost
+from omnimodel.isolation.interpreter import KERNEL_FOLDERS, SYSTEM_FOLDERS, interpreter_paths, outermost
 from omnimodel.isolation.plan import Mount, SandboxPlan
 
 _STAGES = ("/tmp", "/mnt", "/srv", "/run", "/var")  # noqa: S108 - folders that every machine has, covered privately
@@ -225,7 +225,8 @@ def change_root(plan: SandboxPlan) -> tuple[str, ...]:
     )
     _system(root)
     _etc(root)
-    _optional(root, "/sys/devices/system")
+    for folder in KERNEL_FOLDERS:
+        _optional(root, folder)
     _dev(root)
     root.write("/run/meminfo", meminfo(plan.memory_bytes))
     limit = os.open(root.path("/run/meminfo"), os.O_PATH | os.O_CLOEXEC)
