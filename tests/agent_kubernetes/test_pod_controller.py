@@ -97,7 +97,7 @@ async def test_requests_are_no_transition(catalogue: Catalogue, start) -> None:
     for number in range(200):
         pod.agent.say(
             catalogue.key("m"), served=number, in_flight=number % 3, waiting=number % 5, last_request_seconds=time.time(),
-            phase="serving" if number % 2 else "idle", host_bytes=number,
+            phase="serving" if number % 2 else "idle", host_bytes=number, prompt_tokens=number, generated_tokens=number,
         )  # fmt: skip
         await asyncio.sleep(0)
     assert await quiet(pod) == before

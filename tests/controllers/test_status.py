@@ -186,6 +186,14 @@ def test_process_status() -> None:
     assert process_status(None)["state"] == "stopped"
 
 
+def test_tokens_are_said_where_they_are_counted() -> None:
+    status = status_of(replace(SERVING, prompt_tokens=37, generated_tokens=8))
+    ModelStatus.model_validate(status)
+    (entry,) = status["residency"]
+    assert (entry["promptTokens"], entry["generatedTokens"]) == (37, 8)
+    assert not [name for name in status_of(SERVING)["residency"][0] if name.endswith("Tokens")]
+
+
 def test_power_and_energy_are_said_by_who_measured_them_and_by_nobody_of_all_pods() -> None:
     report = replace(POOL, **DRAWING)
     entry = pod_entry("default-0", report)

@@ -231,6 +231,16 @@ async def test_no_two_samples_are_of_the_same_series(full: World) -> None:
     assert found[sample("omni_pool_overcommit_ratio", pool="team/default")] == 3.5
 
 
+async def test_tokens_are_told_of_who_counts_them(full: World) -> None:
+    chat = omnimodel("smollm2", pod="default-0", tier="resident", promptTokens=37, generatedTokens=0)
+    full.system.kinds["OmniModel"] = [chat, omnimodel("minilm", pod="default-0", tier="warm", requests=3)]
+    told = {name: value for name, value in (await metrics_of(full)).items() if "tokens" in name[0]}
+    assert told == {
+        sample("omni_model_tokens_total", model="smollm2", pod="default-0", kind="prompt"): 37,
+        sample("omni_model_tokens_total", model="smollm2", pod="default-0", kind="generated"): 0,
+    }
+
+
 async def test_power_and_energy_of_a_device_are_told_where_they_are_known(full: World) -> None:
     (pool,) = full.system.kinds["OmniPool"]
     assert not [name for name, _ in await metrics_of(full) if name.startswith("omni_device")]

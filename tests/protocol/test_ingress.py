@@ -42,6 +42,13 @@ def test_an_agent_of_an_earlier_version_tells_no_devices():
     assert merged(None, message).pool.devices == ()
 
 
+def test_an_agent_of_an_earlier_version_tells_no_tokens():
+    message = json.loads(json.dumps(changes(None, Snapshot(POOL, {"d/m": MODEL}))))
+    del message["models"]["d/m"]["prompt_tokens"], message["models"]["d/m"]["generated_tokens"]
+    heard = merged(None, message).models["d/m"]
+    assert (heard.prompt_tokens, heard.generated_tokens) == (0, 0)
+
+
 def test_a_pool_says_which_device_of_which_pod_is_lost_although_it_serves():
     entries = [pod_entry("gpu-0", POOL), pod_entry("gpu-1", POOL)]
     report = pool_report("gpu", entries)

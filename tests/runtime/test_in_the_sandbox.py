@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from contextlib import suppress
 
 import aiohttp
@@ -15,6 +17,7 @@ from example_models import MODELS
 from gateway.standin import System
 from omnimodel.agent import abandoned
 from omnimodel.agent import instance as instances
+from omnimodel.controllers.status import model_status
 from omnimodel.errors import DispatchError
 from omnimodel.gateway.app import create_app, serve
 
@@ -48,7 +51,8 @@ async def running(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("agent"))
     world.pool = pool(1280 * MIB)
     await world.agent.start()
-    listening = await serve(create_app(world.agent, System()), "127.0.0.1", 0)
+    world.system = System()
+    listening = await serve(create_app(world.agent, world.system), "127.0.0.1", 0)
     world.url = listening.address
     yield world
     await listening.close()
@@ -240,6 +244,60 @@ async def test_sixteen_requests_that_fill_the_context_stay_within_what_the_model
     assert instance.history.restarts == 0
     assert peak_bytes < instance.working_bytes
     assert peak_bytes > instance.coming_bytes  # the cache was filled
+
+
+@pytest.mark.models
+async def test_tokens_add_up_over_evicts_deaths_and_revisions(world, smollm2):
+    await world.apply(smollm2, wait=False)
+    await world.until(lambda: world.report("smol").phase in {"serving", "idle", "failed"}, "smol", 300)
+    body = {"model": "smol", "prompt": list(range(1000, 1010)), "max_tokens": 8, "ignore_eos": True}
+
+    def told():
+        report = world.report("smol")
+        return report.prompt_tokens, report.generated_tokens
+
+    known = 5, 4  # of its known answer
+    await world.until(lambda: told() == known, "its known answer is counted")
+
+    assert (await post(world, "/v1/completions", body))[1]["usage"]["completion_tokens"] == 8
+    await world.until(lambda: told() == (known[0] + 10, known[1] + 8), "an answer is counted")
+    arguments = {"refusal": None, "suspended": False, "before": {}, "now_seconds": 0.0}
+    status = model_status(generation=1, pod="here", report=world.report("smol"), **arguments)
+    world.system.kinds["OmniModel"] = [{"metadata": {"name": "smol"}, "status": status}]
+    async with aiohttp.ClientSession() as session, session.get(f"{world.url}/metrics") as response:
+        metrics = await response.text()
+    assert f'omni_model_tokens_total{{kind="prompt",model="smol",pod="here"}} {known[0] + 10}.0' in metrics
+    assert f'omni_model_tokens_total{{kind="generated",model="smol",pod="here"}} {known[1] + 8}.0' in metrics
+
+    await post(world, "/v1/completions", body)
+    await world.agent.evict("default", "smol", 60)
+    assert told() == (known[0] + 20, known[1] + 16), "it tells the rest when it is evicted"
+
+    await post(world, "/v1/completions", body)
+    await world.until(lambda: told() == (known[0] + 30, known[1] + 24), "an answer after a wake is counted")
+    process = world.instance("smol").process
+    os.kill(process.pid, signal.SIGKILL)
+    await world.until(lambda: world.instance("smol").process is not process, "its process is gone")
+    assert told() == (known[0] + 30, known[1] + 24), "what was told is not lost"
+    await post(world, "/v1/completions", body)
+    await world.until(lambda: told() == (known[0] + 40, known[1] + 32), "the next process is counted")
+
+    before, old, pieces = told(), world.instance("smol"), 0
+    revised = {**smollm2["spec"], "runtime": {**smollm2["spec"]["runtime"], "options": {"contextTokens": 1920}}}
+    endless = {**body, "max_tokens": 1500, "stream": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{world.url}/v1/completions", json=endless) as response,
+    ):
+        await world.apply({**smollm2, "spec": revised}, wait=False)
+        more = 40  # after the next revision has taken over
+        while more:
+            await response.content.readuntil(b"\n\n")
+            pieces += 1
+            more -= world.instance("smol") is not old
+    await world.until(lambda: len(world.broker.instances) == 1, "the old revision is gone")
+    await world.until(lambda: told()[0] == before[0] + 10 + known[0], "both revisions are counted")
+    assert before[1] + pieces - 1 + known[1] <= told()[1] < before[1] + 1500
 
 
 @pytest.mark.models

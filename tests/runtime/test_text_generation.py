@@ -8,7 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from omnimodel.protocol.process import Evict
+from omnimodel.protocol.process import Evict, Ping, Settle
 from runtime.children import handler, spec, until
 
 pytestmark = [pytest.mark.models, pytest.mark.slow]
@@ -103,6 +103,70 @@ async def test_a_stream_has_one_chunk_a_token_and_the_same_text(child):
     assert len(with_text) == 20
     assert contents[-1]["usage"]["completion_tokens"] == 20
     assert joined(pieces) == await text_of(child, body)
+
+
+async def counted(child, command=None):
+    """Tokens of prompts, and generated, as the process tells them."""
+    values = (await child.command(command or Ping())).values
+    return values["promptTokens"], values["generatedTokens"]
+
+
+async def test_tokens_of_whole_and_streamed_answers_are_counted(child, frames):
+    assert await counted(child) == (0, 0)
+    _, answer = await child.post("/v1/chat/completions", chat())
+    assert answer["usage"]["completion_tokens"] == 8
+    assert await counted(child) == (37, 8)
+    await stream_of(child, chat(max_tokens=20, ignore_eos=True))
+    assert await counted(child) == (74, 28)
+    await child.post("/v1/chat/completions", chat(logprobs=True))  # refused: nothing was computed
+    assert await counted(child, Settle()) == (74, 28)
+    assert (await frames.evict(child, child.frames)).values.items() >= {
+        "promptTokens": 74,
+        "generatedTokens": 28,
+    }.items()
+
+
+async def test_tokens_of_frozen_streams_are_told_by_the_evict_and_counted_once(child, frames):
+    bodies = [chat(question, max_tokens=24, ignore_eos=True) for question in QUESTIONS]
+    usages = [(await child.post("/v1/chat/completions", body))[1]["usage"] for body in bodies]
+    before = await counted(child)
+    assert before == (sum(usage["prompt_tokens"] for usage in usages), 4 * 24)
+    seen = [[] for _ in bodies]
+    tasks = [asyncio.create_task(stream_of(child, body, s)) for body, s in zip(bodies, seen, strict=True)]
+    await until(lambda: min(map(len, seen)) >= 6)
+    told = (await frames.evict(child, child.frames, freeze=True)).values
+    assert told["promptTokens"] == 2 * before[0]
+    assert before[1] + 4 * 5 <= told["generatedTokens"] < 2 * before[1]
+    child.frames = await frames.wake(child)
+    await asyncio.gather(*tasks)
+    assert await counted(child) == (2 * before[0], 2 * before[1])
+
+
+async def test_tokens_of_answers_that_end_early_are_counted_as_far_as_they_were_computed(child):
+    _, answer = await child.post("/v1/chat/completions", chat(stop=["France is"]))
+    prompt, generated = await counted(child)
+    assert prompt == answer["usage"]["prompt_tokens"] == 37
+    assert answer["usage"]["completion_tokens"] <= generated < 24
+    response = await child.session.post(
+        "/v1/chat/completions", json=chat(max_tokens=3000, ignore_eos=True, stream=True)
+    )
+    for _ in range(5):
+        await response.content.readuntil(b"\n\n")
+    response.close()
+    await until(child.idle, 20)
+    left = await counted(child)
+    assert left[0] == 2 * 37
+    assert generated + 4 <= left[1] < generated + 3000
+
+    async def leaves_while_its_prompt_is_read():
+        before, _ = await counted(child)
+        asked = asyncio.create_task(child.post("/v1/completions", {"prompt": list(range(3000)), "max_tokens": 1}))
+        await until(child.busy)
+        asked.cancel()
+        await until(child.idle)
+        return 0 < (await counted(child))[0] - before < 3000
+
+    await until(leaves_while_its_prompt_is_read)
 
 
 async def test_streams_frozen_by_an_evict_go_on_after_the_wake_without_a_lost_token(child, frames):

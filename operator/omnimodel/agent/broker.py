@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from omnimodel.agent import tokens
 from omnimodel.agent.accounting import Accounting
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.moves import DeviceMemory, Moves
@@ -111,6 +112,7 @@ class Broker:
         self._tasks = [
             asyncio.create_task(self._run(), name="broker"),
             asyncio.create_task(self.accounting.run(), name="accounting"),
+            asyncio.create_task(tokens.run(self.instances), name="tokens"),
             asyncio.create_task(self._create_ahead(), name="frames"),
         ]
 

@@ -23,6 +23,7 @@ from omnimodel.agent.failures import Failures
 from omnimodel.agent.history import History
 from omnimodel.agent.line import Line
 from omnimodel.agent.spread import Spread
+from omnimodel.agent.tokens import told
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict, Settle, Start, Wake
 
@@ -322,7 +323,8 @@ class Instance:
         if process is None:
             raise ProcessError(self.subject, "its process ended with the agent")
         timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
-        tier = (await process.command(Settle(), (), timeout_seconds)).values.get("tier")
+        reply = await process.command(Settle(), (), timeout_seconds)
+        process.computed, tier = told(reply), reply.values.get("tier")
         if tier == "resident" and self.mapped is not None:
             self.woken_seconds = self.idle_seconds = time.monotonic()
             self.set_state(State.RESIDENT, "its process outlived the agent")
@@ -422,7 +424,7 @@ class Instance:
         self.set_state(State.EVICTING, why)
         timeout_seconds = self._acknowledged_within(self.limits.drain_seconds)
         if leave is None:
-            await process.command(Evict(freeze=frozen, trim=trim), (), timeout_seconds)
+            self.line.tokens.hear(process, await process.command(Evict(freeze=frozen, trim=trim), (), timeout_seconds))
         else:
             why = f"{why}; {await leave(process)}"
         self.history.evictions += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from omnimodel.agent.tokens import Tokens
 from omnimodel.errors import DispatchError
 from omnimodel.placement.state import Constants, next_gap
 
@@ -63,6 +64,8 @@ class Line:
         owed: waiters that the last wake was made for and that are not admitted yet; they protect it from eviction.
         gap_seconds: moving mean of the time between arrivals; infinite until there were two.
         last_arrival_seconds: monotonic; minus infinity before the first.
+        served, failed: of this model since the agent began; a new revision goes on with them, and with `tokens`.
+        tokens_asked: whether nobody was let in since its process was asked for them.
     """
 
     instance: Instance
@@ -77,6 +80,8 @@ class Line:
     last_arrival_seconds: float = -math.inf
     served: int = 0
     failed: int = 0
+    tokens: Tokens = field(default_factory=Tokens)
+    tokens_asked: bool = True
     empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -112,6 +117,7 @@ class Line:
             if not waiter.admitted.done():
                 self.in_flight += 1
                 self.system_in_flight += waiter.system
+                self.tokens_asked = False
                 self.empty.clear()
                 waiter.admitted.set_result(None)
 
@@ -133,6 +139,8 @@ class Line:
         successor.gap_seconds, successor.last_arrival_seconds = self.gap_seconds, self.last_arrival_seconds
         successor.served += self.served
         successor.failed += self.failed
+        self.tokens.add(successor.tokens.prompt, successor.tokens.generated)
+        successor.tokens = self.tokens  # of both from now on: some are in flight here yet
         self.owed = min(self.owed, len(self.waiting))
 
     async def quiet(self) -> None:

@@ -132,6 +132,7 @@ class ModelProcess:
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._progress: dict[int, ProgressSaid] = {}
         self._moving: dict[int, _Moving] = {}
+        self.computed = (0, 0)  # tokens of prompts, and generated, as it told last
         self._stopping = False
         self._killed = False
         self._over_memory = False

@@ -80,6 +80,8 @@ def instance_report(instance: Instance, memories: Sequence[DeviceMemory]) -> Mod
         in_flight=instance.line.in_flight - instance.line.system_in_flight,
         served=instance.line.served,
         failed=instance.line.failed,
+        prompt_tokens=instance.line.tokens.prompt,
+        generated_tokens=instance.line.tokens.generated,
         wakes=instance.history.wakes,
         evictions=instance.history.evictions,
         swaps=dict(sorted(instance.history.causes.items())),

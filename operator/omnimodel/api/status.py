@@ -51,6 +51,17 @@ class ResidencyEntry(Observed):
     last_request: Time = Field(default="", description="When it was asked last.", examples=["2026-11-29T12:00:00Z"])
     requests: Counter = Field(default=0, description="Requests answered since the agent began.", examples=[17])
     failed: Counter = Field(default=0, description="Requests that failed since the agent began.", examples=[0])
+    prompt_tokens: Counter = Field(
+        default=0,
+        description="Tokens of prompts that were computed since the agent began; counted where engine transformers "
+        "generates text.",
+        examples=[1480],
+    )
+    generated_tokens: Counter = Field(
+        default=0,
+        description="Tokens that were generated since the agent began; counted like those of prompts.",
+        examples=[5310],
+    )
     waiting: Counter = Field(default=0, description="Requests that are held.", examples=[2])
     in_flight: Counter = Field(default=0, description="Requests that are being computed.", examples=[1])
     wakes: Counter = Field(default=0, description="How often it was woken.", examples=[3])

@@ -85,12 +85,18 @@ def _model_lines(item: Mapping[str, Any]) -> Iterator[str]:
             f"({entry.get('device') or '-'}), {_held(entry.get('hostBytes'))} of other host memory, "
             f"{entry.get('wakes', 0)} wakes (last {output.seconds(entry.get('lastWakeSeconds'))}{_rate(entry)}), "
             f"{entry.get('waiting', 0)} waiting, {entry.get('inFlight', 0)} in flight, "
-            f"{entry.get('requests', 0)} served"
+            f"{entry.get('requests', 0)} served{_tokens(entry)}"
         )
         if entry.get("message"):
             yield f"    {entry['message']}"
         if entry.get("store"):
             yield f"    its image is in the published store {entry['store']}"
+
+
+def _tokens(entry: Mapping[str, Any]) -> str:
+    """What was computed, where tokens are counted."""
+    prompt, generated = int(entry.get("promptTokens") or 0), int(entry.get("generatedTokens") or 0)
+    return f", {prompt} tokens of prompts, {generated} generated" if prompt or generated else ""
 
 
 def _held(size_bytes: float | None) -> str:

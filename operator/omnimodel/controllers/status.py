@@ -199,6 +199,7 @@ def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[st
         "inFlight": report.in_flight,
         "requests": report.served,
         "failed": report.failed,
+        **_tokens(report),
         "wakes": report.wakes,
         "evictions": report.evictions,
         # Left out when empty: applied over one with causes, an empty map would become null, which is refused.
@@ -211,6 +212,12 @@ def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[st
         "store": report.store,
         **({"device": report.device} if report.device else {}),
     }
+
+
+def _tokens(report: ModelReport) -> dict[str, int]:
+    """Both counts, where tokens are counted."""
+    found = {"promptTokens": report.prompt_tokens, "generatedTokens": report.generated_tokens}
+    return found if any(found.values()) else {}
 
 
 def entry_report(namespace: str, name: str, entry: Mapping[str, Any]) -> ModelReport:

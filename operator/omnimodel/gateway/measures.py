@@ -122,6 +122,9 @@ class _Reported(Collector):
             "omni_last_wake_bytes_per_second", "At which the last wake copied.", labels=["model", "pod"]
         )
         waking = CounterMetricFamily("omni_wake_seconds", "How long wakes took in all.", labels=["model", "pod"])
+        tokens = CounterMetricFamily(
+            "omni_model_tokens", "Tokens that a model has computed.", labels=["model", "pod", "kind"]
+        )
         held_by = GaugeMetricFamily("omni_model_bytes", "Bytes a model holds.", labels=["model", "pod", "memory"])
         for item in self._admin.objects("OmniModel"):
             name = _name(item)
@@ -134,6 +137,9 @@ class _Reported(Collector):
                     held_by.add_metric([name, pod, memory], held_bytes)
                 for cause, count in _swaps(entry).items():
                     swaps.add_metric([name, pod, cause], count)
+                for kind in ("prompt", "generated"):
+                    if entry.get(f"{kind}Tokens") is not None:
+                        tokens.add_metric([name, pod, kind], float(entry[f"{kind}Tokens"]))
                 if entry.get("lastWakeSeconds"):
                     wake.add_metric([name, pod], float(entry["lastWakeSeconds"]))
                     rate.add_metric([name, pod], float(entry.get("lastWakeBytesPerSecond") or 0))
@@ -144,7 +150,7 @@ class _Reported(Collector):
             by_tier.add_metric([tier], count)
         for (tier, memory), held_bytes in tier_bytes.items():
             held.add_metric([tier, memory], held_bytes)
-        return by_tier, held, held_by, swaps, wake, waking, rate
+        return by_tier, held, held_by, swaps, tokens, wake, waking, rate
 
     def _pools(self) -> Iterable[Metric]:
         size = GaugeMetricFamily("omni_pool_bytes", "Device bytes of a pool.", labels=["pool", "kind"])

@@ -92,7 +92,9 @@ class Wake:
 
 @dataclass(frozen=True)
 class Evict:
-    """Fence, unmap, close the descriptors, then answer. Values: `frozen` (requests that will go on after a wake).
+    """Fence, unmap, close the descriptors, then answer.
+
+    Values: `frozen` (requests that will go on after a wake), and tokens as of a `Ping`.
 
     For a foreign engine: stop its server, or with `sleep` have it let go of the device. Values: `asleep`, whether it
     says that it did; else it is stopped.
@@ -113,7 +115,8 @@ class Evict:
 class Ping:
     """Answered at once from the control thread.
 
-    Values: `inFlight`, and `abandoned`, whether it computes for somebody who no longer waits.
+    Values: `inFlight`, and `abandoned`, whether it computes for somebody who no longer waits; where tokens are counted,
+    `promptTokens` and `generatedTokens` since the process began.
     """
 
     op: Literal["ping"] = "ping"
@@ -131,7 +134,7 @@ class Stop:
 class Settle:
     """Answered when the commands before it have been carried out: another agent wants to know what they came to.
 
-    Values: `tier`, `warm` or `resident`; empty when one of them failed half-way.
+    Values: `tier`, `warm` or `resident`; empty when one of them failed half-way; and tokens as of a `Ping`.
     """
 
     op: Literal["settle"] = "settle"
@@ -260,6 +263,8 @@ _VALUES: dict[str, type[Any]] = {
     "frozen": int,
     "inFlight": int,
     "abandoned": bool,
+    "promptTokens": int,
+    "generatedTokens": int,
     "tier": str,
     "asleep": bool,
     "restarted": str,

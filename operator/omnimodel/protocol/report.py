@@ -38,6 +38,7 @@ class ModelReport:
         swaps: wakes and evictions by cause: `request`, `preload`, `check` (its known answer), `hand`, `room` (for
             another), `freeze`, `idle`, `host` (host memory is short), `end`.
         served, failed: requests since the agent began.
+        prompt_tokens, generated_tokens: computed since the agent began; 0 where nobody counts them.
         wake_seconds: of all wakes together.
         last_wake_bytes_per_second: at which the last wake copied; 0 when nothing was missing.
         last_request_seconds, since_seconds: Unix time; 0 for never.
@@ -62,6 +63,8 @@ class ModelReport:
     in_flight: int = 0
     served: int = 0
     failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
     wakes: int = 0
     evictions: int = 0
     swaps: dict[str, int] = field(default_factory=dict)

@@ -153,7 +153,7 @@ class _Process:
         if engine is None or traffic is None:
             return {"inFlight": 0, "abandoned": False}
         in_flight = engine.connections if isinstance(engine, ForeignEngine) else traffic.in_flight
-        return {"inFlight": in_flight, "abandoned": engine.abandoned}
+        return {"inFlight": in_flight, "abandoned": engine.abandoned, **engine.tokens}
 
     def _check(self, envelope: Envelope) -> None:
         """Refuse what is not meant for this process as it is now.
@@ -206,7 +206,7 @@ class _Process:
                 os.close(descriptor)
             raise ProcessError("control channel", f"{command.op} came before a Start that succeeded")
         if isinstance(command, Settle):
-            return {"tier": self._tier}
+            return {"tier": self._tier, **engine.tokens}
         self._tier = ""
         if isinstance(command, Wake):
             bound_device(command.working_bytes)
@@ -222,7 +222,7 @@ class _Process:
             return {"frozen": 0, "asleep": asleep}
         frozen = engine.evict(trim=command.trim)
         self._tier = "warm"
-        return {"frozen": frozen}
+        return {"frozen": frozen, **engine.tokens}
 
     def _start(self, command: Start, descriptors: list[int]) -> dict[str, Any]:
         if descriptors:

@@ -70,6 +70,10 @@ class Engine(Protocol):
     def abandoned(self) -> bool:
         """Whether it computes for somebody who no longer waits; read from any thread."""
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """`promptTokens` and `generatedTokens` computed so far; empty where nobody counts; read from any thread."""
+
     def start(self) -> None:
         """Get ready to be woken. Raises OmniError."""
 

@@ -91,6 +91,11 @@ class ForeignEngine:
         """Unknown: the server sees its clients leave, and does what it does."""
         return False
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Not counted: the server has metrics of its own."""
+        return {}
+
     def start(self) -> None:
         """Nothing is loaded before the first wake."""
 

@@ -48,6 +48,10 @@ class Serving(Protocol):
     def abandoned(self) -> bool:
         """See `engines.Engine`."""
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """See `engines.Engine`."""
+
     def routes(self) -> list[web.RouteDef]:
         """What it answers."""
 
@@ -80,6 +84,11 @@ class OwnEngine:
     def abandoned(self) -> bool:
         """Whether a call of the handler goes on for nobody."""
         return self._serving is not None and self._serving.abandoned
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Where text is generated."""
+        return {} if self._serving is None else self._serving.tokens
 
     def start(self) -> None:
         """Build on the meta device, bind, and load what belongs to the handler. Raises OmniError."""
@@ -190,6 +199,11 @@ class Prediction:
     def abandoned(self) -> bool:
         """Whether `predict` goes on for nobody."""
         return self._lane.abandoned
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """None: what a handler computes is its own affair."""
+        return {}
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of the task."""

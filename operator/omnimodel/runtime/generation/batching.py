@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from omnimodel.errors import OmniError, Reason
+from omnimodel.runtime.generation.counting import Computed, Count
 from omnimodel.runtime.generation.footprint import working_bytes
 from omnimodel.runtime.generation.sampling import KEY, Sampler, Sampling
 
@@ -68,6 +69,7 @@ class Batching:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed: asyncio.Event | None = None
         self.active: set[str] = set()
+        self.computed = Computed()
 
     def working_bytes(self) -> int:
         """See `engines.Engine`."""
@@ -94,12 +96,19 @@ class Batching:
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         request = f"r{next(self._numbers)}"
+        count = Count(self.computed)
+
+        def received(output: Any) -> None:  # also after the iterator was closed, of a step that was under way
+            if output.generated_tokens:
+                count.reach(len(prompt), len(output.generated_tokens))
+            outputs.put_nowait(output)
+
         self.active.add(request)
         manager: Any = None
         finished = False
         try:
             manager = await self._started()
-            manager.register_result_handler(request, outputs.put_nowait)
+            manager.register_result_handler(request, received)
             await self._add(list(prompt), request, limit_tokens, list(ends) or [-1], sampling)
             while not finished:
                 output = await outputs.get()
@@ -111,6 +120,7 @@ class Batching:
         finally:
             self.active.discard(request)
             if not finished and manager is not None:
+                count.reach(min(len(prompt), _read(manager, request)), 0)
                 manager.cancel_request(request)
                 loop.call_later(_LATE_SECONDS, manager.output_router.result_handlers.pop, request, None)
 
@@ -232,6 +242,13 @@ class Batching:
             if self._pause is not None:
                 return  # it waits, and ends with the process
             self._manager.stop(block=True, timeout=2.0, hard_stop=True)
+
+
+def _read(manager: Any, request: str) -> int:
+    """How many tokens of a request in the batch have been read; 0 of one that waits for its turn."""
+    processor = manager.batch_processor
+    state = processor.scheduler.active_requests.get(request) if processor is not None else None
+    return 0 if state is None else int(state.position_offset)
 
 
 def _own_memory() -> tuple[torch.device, int, int, int]:

@@ -56,6 +56,12 @@ class TextGeneration:
         """Never: a request whose client has left is taken out of the batch."""
         return False
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Of all requests so far."""
+        computed = self._batching.computed
+        return {"promptTokens": computed.prompt, "generatedTokens": computed.generated}
+
     def routes(self) -> list[web.RouteDef]:
         """Chat and plain completions."""
         return [web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._completions)]
