@@ -138,6 +138,15 @@ def test_describe_tells_what_the_memory_of_a_pool_is_held_for() -> None:
     assert parts == "  of that 180 MiB weights, 320 MiB working memory"
 
 
+def test_describe_tells_tokens_of_who_counts_them() -> None:
+    counted, other = (
+        list(describe._model_lines({"metadata": {"name": "m"}, "status": {"residency": [{"pod": "here", **more}]}}))[-1]
+        for more in ({"requests": 3, "promptTokens": 37, "generatedTokens": 8}, {"requests": 3})
+    )
+    assert counted.endswith("3 served, 37 tokens of prompts, 8 generated")
+    assert other.endswith("3 served")
+
+
 def test_who_describes_a_model_that_is_not_there_is_told_where_those_are(system: Running) -> None:
     told = system.omni("describe", "nobody").stderr
     assert told == "error: OmniModel default/nobody: there is no such model; see omni get models\n"
