@@ -71,7 +71,7 @@ class Ahead:
     async def _make(self, name: str, *, spare: bool) -> Group:
         group = await asyncio.to_thread(self._groups.create, name)
         if spare:
-            with group.doors() as doors, contextlib.suppress(ProcessError):  # without, a process is forked when asked
+            with group.doors(ahead=True) as doors, contextlib.suppress(ProcessError):  # else it is forked when asked
                 await self._zygotes.provide(name, doors)
         return group
 

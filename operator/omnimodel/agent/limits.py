@@ -114,21 +114,25 @@ class Group:
     def add_uncounted(self, pid: int) -> None:
         """Move a process in where nothing is counted, and it makes no difference when; one that is gone is not."""
         for hierarchy, folder in self._folders():
-            if not hierarchy.controllers:
-                with contextlib.suppress(OSError):
-                    write(folder / "cgroup.procs", str(pid))
+            members = folder / "cgroup.procs"
+            with contextlib.suppress(OSError):
+                if not hierarchy.controllers and str(pid) not in members.read_text().split():
+                    write(members, str(pid))
 
     @contextlib.contextmanager
-    def doors(self) -> Iterator[tuple[int, ...]]:
+    def doors(self, *, ahead: bool = False) -> Iterator[tuple[int, ...]]:
         """Descriptors through which a process of one thread moves itself in by writing `0`, where anything is counted.
 
         To move a process the kernel waits until no other is being forked, some 13 ms; version 1 spares that to a
         thread which moves itself.
+
+        Args:
+            ahead: nobody waits for the process, so that it shall move in where nothing is counted, too.
         """
         opened: list[int] = []
         try:
             for hierarchy, folder in self._folders():
-                if hierarchy.controllers:
+                if hierarchy.controllers or ahead:
                     door = folder / ("tasks" if hierarchy.version == 1 else "cgroup.procs")
                     opened.append(os.open(door, os.O_WRONLY | os.O_CLOEXEC))
             yield tuple(opened)
