@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from omnimodel.controllers.kubernetes_pods import (
     is_stuck,
     problem_of,
 )
+from omnimodel.controllers.kubernetes_remains import Remains
 from omnimodel.controllers.kubernetes_writes import LaterError, Writer
 from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import EVENTS, MODELS, PODS, POOLS, PROCESSES
@@ -157,13 +159,42 @@ async def test_what_an_agent_says_while_its_entry_is_taken_back_stays(world: Wor
     cache.put(MODELS, await world.kube.get(MODELS, "a", world.namespace))
     writer = Writer(world.kube, cache, Hearing(), lambda: True)
     await say("warm")
+    (cold,) = cache.get(MODELS, key)["status"]["residency"]
     with pytest.raises(LaterError):
-        await writer.clear_entry(MODELS, key, "residency", "gpu-0")
+        await writer.clear_entry(MODELS, key, "residency", cold)
     found = await world.kube.get(MODELS, "a", world.namespace)
-    assert [entry["tier"] for entry in found["status"]["residency"]] == ["warm"]
+    (warm,) = found["status"]["residency"]
+    assert warm["tier"] == "warm"
     cache.put(MODELS, found)
-    await writer.clear_entry(MODELS, key, "residency", "gpu-0")
+    await writer.clear_entry(MODELS, key, "residency", warm)
     assert not (await world.kube.get(MODELS, "a", world.namespace)).get("status", {}).get("residency")
+
+
+async def test_what_the_next_pod_says_while_it_is_asked_who_spoke_before_it_stays(world: World) -> None:
+    """Its agent is heard of between the question and the answer, and so is what it says."""
+    await world.apply(model("a", world.namespace))
+    key, cache = (world.namespace, "a"), Cache()
+    spec = {"containers": [{"name": "agent", "image": "localhost/none:dev"}], "automountServiceAccountToken": False}
+    pod = await world.kube.create(PODS, {"metadata": {"name": "gpu-0", "namespace": world.namespace}, "spec": spec})
+    uid = pod["metadata"]["uid"]
+
+    async def say(pod_uid: str) -> None:
+        entry = residency_entry("gpu-0", ModelReport(world.namespace, "a", 1, "warm", "idle", ready=True), pod_uid)
+        await world.kube.patch_status(MODELS, "a", world.namespace, {"residency": [entry]}, manager="omni-agent.gpu-0")
+        cache.put(MODELS, await world.kube.get(MODELS, "a", world.namespace))
+
+    class Asking(Writer):
+        async def is_by_predecessor(self, *asked: Any) -> bool:
+            found = await super().is_by_predecessor(*asked)
+            await say(uid)
+            return found
+
+    await say("of the one before")
+    remains = Remains(cache, Asking(world.kube, cache, Hearing(), lambda: True), None, None, time.monotonic, time.time)
+    with pytest.raises(LaterError):
+        await remains.clear(MODELS, key, "residency", world.namespace, [PodView("gpu-0", 0, pod, {}, None, None)])
+    (entry,) = (await world.kube.get(MODELS, "a", world.namespace))["status"]["residency"]
+    assert entry["podUid"] == uid
 
 
 @pytest.mark.slow

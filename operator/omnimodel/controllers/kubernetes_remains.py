@@ -83,4 +83,4 @@ class Remains:
                     doubtful and await self._writer.is_by_predecessor(namespace, view, entry)
                 )
             if dead:
-                await self._writer.clear_entry(kind, key, field, name)
+                await self._writer.clear_entry(kind, key, field, entry)

@@ -220,13 +220,15 @@ class Writer:
         await self._kube.delete(PODS, key[1], key[0], uid=pod["metadata"]["uid"], grace_seconds=0)
         log.warning("pod buried namespace=%s name=%s node=%s", *key, (pod.get("spec") or {}).get("nodeName", ""))
 
-    async def clear_entry(self, kind: Kind, key: Key, field: str, pod: str) -> None:
+    async def clear_entry(self, kind: Kind, key: Key, field: str, entry: Mapping[str, Any]) -> None:
         """Take back what the agent of a pod that is gone said of an object, in that agent's place."""
         self._guard()
         live = self._cache.get(kind, key)
         if live is None:
             return
-        seen = str(live["metadata"].get("resourceVersion", ""))
+        if entry not in ((live.get("status") or {}).get(field) or ()):  # news came while it was asked who is gone
+            raise LaterError(f"{kind.name} {key[1]} has changed")
+        seen, pod = str(live["metadata"].get("resourceVersion", "")), str(entry["pod"])
         manager = f"omni-agent.{pod}"
         try:
             # Of the very object that was looked at: what an agent that came back has written since stays.
