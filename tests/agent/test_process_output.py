@@ -77,7 +77,8 @@ async def test_a_log_that_could_not_be_turned_over_is_written_again_when_it_can(
     kept.close_writer()
     await kept.ended
     pump.close()
-    assert (tmp_path / "model.log").read_text() == f"{20:099d}\n"
+    # What was said last is told before it is written: the 19th line may have come to be written with the way free.
+    assert (tmp_path / "model.log").read_text() in {f"{20:099d}\n", f"{19:099d}\n{20:099d}\n"}
     assert in_the_way.read_text().startswith(f"{0:099d}\n")
     assert len(caplog.records) == 1, "one warning, not one for each line"
 
