@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -28,6 +29,9 @@ __all__ = [
     "pod_images",
     "published_images",
 ]
+
+# Programs in the background of a shell ignore it, and so would all that they start: tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes depends on who else computes
 settings.load_profile("any machine")

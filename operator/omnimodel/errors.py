@@ -42,6 +42,7 @@ class Reason(StrEnum):
     ENVIRONMENT_FAILED = "EnvironmentFailed"
     HANDLER_FAILED = "HandlerFailed"
     OUT_OF_MEMORY = "OutOfMemory"
+    DEVICE_FULL = "DeviceFull"
     CRASHED = "Crashed"
     LOAD_TIMEOUT = "LoadTimeout"
     EVICT_TIMEOUT = "EvictTimeout"
@@ -116,6 +117,7 @@ CURES: Mapping[str, str] = {  # for conditions, events and answers that know not
     Reason.ENVIRONMENT_FAILED: "correct the versions in runtime.environment.requirements",
     Reason.HANDLER_FAILED: "correct the handler (omni logs MODEL has its traceback)",
     Reason.OUT_OF_MEMORY: "raise resources.hostMemory, or ask for less at once (limits.concurrency)",
+    Reason.DEVICE_FULL: "see nvidia-smi for who else has memory there, or lower spec.device.memory of the pool",
     Reason.CRASHED: "see omni logs MODEL for its last words",
     Reason.LOAD_TIMEOUT: "see omni logs MODEL for what it waits for, or raise limits.loadDeadline",
     Reason.EVICT_TIMEOUT: "see omni logs MODEL for what holds its interpreter",

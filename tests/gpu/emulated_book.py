@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import cuda.bindings.driver as real
 
 SLOTS = 4096
+SAVE, RESTORE = signal.SIGUSR1, signal.SIGUSR2  # to programs without this driver
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
 REFUSED = real.CUresult.CUDA_ERROR_ILLEGAL_STATE
 
@@ -59,6 +61,7 @@ class Book:
         os.close(descriptor)
         self.slots = (Slot * SLOTS).from_buffer(self._page)
         self._own: tuple[int, Slot] | None = None
+        self._saved: dict[int, int] = {}  # bytes of programs without this driver that are checkpointed, by pid
 
     def own(self) -> Slot:
         """Of this process, which a fork of it does not have."""
@@ -103,7 +106,7 @@ class Book:
         """One step of a checkpoint or restore of another process, with the driver's own result."""
         slot = dict(self.processes()).get(pid)
         if slot is None:
-            return real.CUresult.CUDA_ERROR_INVALID_VALUE
+            return self._step_of_program(name, pid)
         if name == "lock" and slot.state == RUNNING:
             slot.state = LOCKED
         elif name == "checkpoint" and slot.state == LOCKED:
@@ -120,6 +123,36 @@ class Book:
         else:
             return REFUSED
         return ()
+
+    def _step_of_program(self, name: str, pid: int) -> object:
+        """The same of a program without this driver, which saves and restores its memory when it gets a signal."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            if name in {"lock", "unlock"}:
+                return ()
+            if name == "checkpoint" and (held_bytes := mapped_bytes(pid)):
+                os.kill(pid, SAVE)
+                self._saved[pid] = held_bytes
+                return () if _until(lambda: not mapped_bytes(pid)) else REFUSED
+            if name == "restore" and (saved_bytes := self._saved.get(pid)):
+                if self.used_bytes() + _of_programs() + saved_bytes > self.capacity_bytes:
+                    return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+                os.kill(pid, RESTORE)
+                del self._saved[pid]
+                return () if _until(lambda: mapped_bytes(pid) == saved_bytes) else REFUSED
+        return REFUSED
+
+
+def _of_programs() -> int:
+    return sum(mapped_bytes(pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))))
+
+
+def _until(done: Callable[[], bool]) -> bool:
+    """Whether something has become so within ten seconds."""
+    deadline = time.monotonic() + 10
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return done()
 
 
 def _place(identity: tuple[int, int, int]) -> int:

@@ -24,19 +24,27 @@ pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
 
 @contextmanager
-def somebody_else(gpu):  # noqa: F811
-    """A process of somebody else that has all of the device that is free."""
+def somebody_else(book):
+    """A process of somebody else that has all of a device that is free."""
     process = subprocess.Popen(["sleep", "600"])
     identity = emulated_book._identity(Path(f"/proc/{process.pid}"))
-    slot = gpu.book.slots[emulated_book._place(identity)]
+    slot = book.slots[emulated_book._place(identity)]
     slot.uid, slot.ticks, slot.pid = identity
-    slot.bytes = DEVICE_BYTES - gpu.book.used_bytes()
+    slot.bytes = DEVICE_BYTES - book.used_bytes()
     try:
         yield
     finally:
         process.kill()
         process.wait()
-        dict(gpu.book.processes())  # what it had is free
+        dict(book.processes())  # what it had is free
+
+
+async def give_frames_up(broker) -> None:
+    """Have a device keep no frames that are free, so that somebody else can have their room."""
+    account = broker.memory.ledger.device
+    account.hold("default/other", Kind.CONTEXT, account.free_bytes)
+    await broker.memory.frames.make_room()
+    account.give_back("default/other", Kind.CONTEXT)
 
 
 async def test_ten_models_of_unknown_size_made_at_once_are_all_ready_and_none_was_restarted(world, gpu):  # noqa: F811
@@ -58,16 +66,14 @@ async def test_a_wake_for_which_somebody_else_has_left_no_room_says_so_and_the_n
     assert await world.ask("large") == pytest.approx(world.answer(96, 2))
     await evict(world, "large")
     account = world.ledger.device
-    account.hold("default/other", Kind.CONTEXT, account.free_bytes)  # free frames give way
-    await world.broker.memory.frames.make_room()
-    account.give_back("default/other", Kind.CONTEXT)
+    await give_frames_up(world.broker)
     pid = world.instance("large").process.pid
-    with somebody_else(gpu):
+    with somebody_else(gpu.book):
         with pytest.raises(DispatchError, match=r"frames need \d+ bytes, it has \d+ free") as caught:
             await world.ask("large")
-        assert caught.value.reason is Reason.OUT_OF_MEMORY
+        assert caught.value.reason is Reason.DEVICE_FULL
         assert "device.memory" in caught.value.cure
-        assert "frames need" in told(world, "large")["OutOfMemory"]
+        assert "frames need" in told(world, "large")["DeviceFull"]
         world.check_ledger()
         assert (
             account.held_bytes("default/large", Kind.PROMISE) == account.held_bytes("default/large", Kind.FRAMES) == 0

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from agent.world import MIB, World
 from gpu.machine import CONTEXT_BYTES, check, machine, pool
+from gpu.test_crowded import give_frames_up, somebody_else
 from omnimodel.api import OmniPool
 from omnimodel.controllers.status import pod_entry, pool_status, residency_entry
-from omnimodel.errors import DispatchError
+from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -128,6 +130,50 @@ async def test_a_model_whose_device_is_busy_goes_to_another_and_its_frames_there
     for seed in busy:
         os.kill(world.instance(f"m{seed}").process.pid, signal.SIGKILL)
     assert all(isinstance(answer, DispatchError) for answer in await asyncio.gather(*long, return_exceptions=True))
+
+
+@contextmanager
+def crowded(gpus, *numbers):
+    """Somebody else has all that is free of these devices."""
+    with ExitStack() as others:
+        for number in numbers:
+            others.enter_context(somebody_else(gpus.books[number]))
+        yield
+
+
+async def test_a_model_whose_device_somebody_else_has_filled_is_woken_on_another_at_once(world, gpus):
+    """aibrix#2744: out of memory, and retried for ever where there is none."""
+    await world.apply(*small(world, 1))
+    instance = world.instance("m1")
+    assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
+    await world.agent.evict("default", "m1", 10)
+    first, pid = DEVICES.index(instance.device), instance.process.pid
+    for broker in world.brokers.values():
+        await give_frames_up(broker)
+    others = [number for number in range(3) if number != first]
+    with crowded(gpus, first, others[0]):
+        assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
+        assert instance.device == DEVICES[others[1]]
+        assert (instance.process.pid == pid, instance.shunned, instance.failures.last) == (False, set(), None)
+    told = [event.reason for _, event in world.agent.events._events if event.name == "m1"]
+    assert "DeviceFull" in told
+    assert "Moved" in told
+
+
+async def test_a_model_for_which_no_device_has_memory_says_so_and_comes_back_when_one_has(world, gpus):
+    await world.apply(*small(world, 1))
+    instance = world.instance("m1")
+    await world.ask("m1")
+    await world.agent.evict("default", "m1", 10)
+    for broker in world.brokers.values():
+        await give_frames_up(broker)
+    with crowded(gpus, 0, 1, 2):
+        with pytest.raises(DispatchError) as caught:
+            await world.ask("m1")
+        assert caught.value.reason is Reason.DEVICE_FULL
+        assert instance.shunned == set()
+    await world.until(lambda: not instance.failures.waiting(time.monotonic()), "it may be tried again")
+    assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
 
 
 async def test_a_process_killed_on_one_device_leaves_all_accounts_exact_and_comes_back(world):

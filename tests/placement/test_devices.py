@@ -161,6 +161,32 @@ CASES = [
         "one",
         stay=WARM,
     ),
+    # -- where there was less memory than there should be --
+    Case(
+        "where there was none, though its frames are there and others wait elsewhere",
+        cold(55, 0.0),
+        {},
+        {"b": hot(60, n=9)},
+        "two",
+        stay=replace(WARM, shunned=frozenset({"one"})),
+        valid={"one": 55},
+    ),
+    Case(
+        "where there was none, and no other can ever hold it",
+        cold(55, 0.0),
+        {},
+        {"b": hot(60, keep_resident=True)},
+        "one",
+        stay=replace(WARM, shunned=frozenset({"one"})),
+    ),
+    Case(
+        "there was none on either",
+        cold(55, 0.0),
+        {},
+        {},
+        "one",
+        stay=replace(WARM, shunned=frozenset({"one", "two"})),
+    ),
 ]
 
 

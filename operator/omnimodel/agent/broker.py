@@ -70,13 +70,13 @@ class Broker:
         self.moves = Moves(
             memory,
             events,
-            self.instances,
             devices.under_way,
             everywhere=devices.moves_of,
             worth=self.worth_of_image,
             worth_in_arena=devices.worth_of_image,
             relieve=devices.relieve_host,
             vacate=self._vacate_device,
+            elsewhere=devices.shun,
             measure=self.accounting.measure,
             changed=devices.kick,
         )
@@ -345,9 +345,9 @@ class Broker:
         Returns:
             Whether any bytes are free now that were not, or will be in a moment.
         """
-        account = self.memory.ledger.device
-        going = (i for i in self.instances.values() if i.name in self.moves and i.state in {State.STARTING, State.WARM})
-        coming_bytes = sum(account.held_bytes(instance.name, Kind.CONTEXT) for instance in going)
+        leaving = {State.STARTING, State.WARM, State.STOPPING}  # one that starts can be parked in a moment
+        going = (i for i in self.instances.values() if i.name in self.moves and i.state in leaving and not i.reserved)
+        coming_bytes = sum(self._resting_bytes(instance) for instance in going)
         warm = [
             instance
             for instance in self.instances.values()
@@ -356,13 +356,19 @@ class Broker:
             and (needed or (self.moves.parks.can(instance) and instance.verified and not instance.wanted))
         ]
         for instance in sorted(warm, key=lambda i: (i.wanted, i.residency.priority, i.line.last_arrival_seconds)):
-            held_bytes = account.held_bytes(instance.name, Kind.CONTEXT)
+            held_bytes = self._resting_bytes(instance)
             if coming_bytes >= short_bytes:
                 break
             if held_bytes:
                 self.moves.park(instance, "its device memory is needed", needed=needed)
                 coming_bytes += held_bytes
         return coming_bytes > 0
+
+    def _resting_bytes(self, instance: Instance) -> int:
+        """What a warm process holds on the device, and does not when it is parked or ended."""
+        if instance.foreign:
+            return instance.asleep_bytes.get(self.name, 0)
+        return self.memory.ledger.device.held_bytes(instance.name, Kind.CONTEXT)
 
     async def _watch_device(self) -> None:
         """End processes that hold more of the device than they may."""

@@ -83,7 +83,7 @@ class Contexts:
 
     # Room
 
-    async def hold(self, instance: Instance, more_bytes: int) -> None:
+    async def hold(self, instance: Instance, more_bytes: int, kind: Kind = Kind.CONTEXT) -> None:
         """Hold device memory that a process is about to take, when those that can be missed have made room.
 
         Raises:
@@ -95,7 +95,7 @@ class Contexts:
         process, deadline = instance.process, time.monotonic() + _ROOM_SECONDS
         while True:
             try:
-                self._account.hold(instance.name, Kind.CONTEXT, more_bytes)
+                self._account.hold(instance.name, kind, more_bytes)
                 break
             except LedgerError:
                 if not self._vacate(more_bytes - self._account.free_bytes) and time.monotonic() > deadline:
@@ -109,7 +109,7 @@ class Contexts:
             await self._memory.frames.make_room(self._worth)
         except OmniError:
             if instance.process is process:
-                self._account.give_back(instance.name, Kind.CONTEXT, more_bytes)
+                self._account.give_back(instance.name, kind, more_bytes)
             raise
 
     def drop(self, instance: Instance) -> None:
@@ -124,6 +124,11 @@ class Contexts:
 
         Of one that has frames mapped these may be in it, or not.
         """
+        holders = await self.holders(process)
+        return None if holders is None else sum(holders.values())
+
+    async def holders(self, process: ModelProcess) -> dict[int, int] | None:
+        """Who of a process and its children holds how many bytes, by pid; None when the driver does not say."""
         meter = self._memory.device.meter
         if meter is None or self._is_lost():
             return None
@@ -132,7 +137,7 @@ class Contexts:
         except OmniError as error:
             log.warning("device_not_measured device=%s problem=%r", self._memory.device.name, str(error))
             return None
-        return sum(held.get(pid, 0) for pid in process.pids())
+        return {pid: held[pid] for pid in process.pids() if held.get(pid)}
 
     async def started(self, instance: Instance) -> None:
         """Note what a process took at its start, or took again; it may be more than was held for it.

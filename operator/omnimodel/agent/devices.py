@@ -213,6 +213,21 @@ class Devices:
             self.of(instance).moves.tell(instance, "Refused", refusal, warning=True)
         instance.line.refuse(instance.door.refusal)
 
+    def shun(self, instance: Instance) -> bool:
+        """Have an instance woken on another device, as its own has less memory than it should: somebody else has it.
+
+        Returns:
+            Whether there is another; if not, the next time any device may be tried again.
+        """
+        if instance.spread.count == 1:
+            now = time.monotonic()
+            instance.shunned.add(instance.device)
+            (choice,) = self._choices(instance, now, self._states(now))
+            if choice.device not in instance.shunned:
+                return True
+        instance.shunned.clear()
+        return False
+
     def _may_go(self, instance: Instance, now: float) -> bool:
         broker = self.of(instance)
         if instance.state not in {State.COLD, State.PARKED, State.WARM} or not (instance.wanted or instance.blocked):
@@ -221,8 +236,10 @@ class Devices:
             return False
         if instance.spread.count > 1 and instance.process is not None:
             return bool(instance.blocked)
+        if instance.state is State.COLD or instance.device in instance.shunned:
+            return True
         # A wait costs one process at most, however often the room is gone when the next one is there.
-        return instance.state is State.COLD or self._model_state(instance, now).oldest(now) > instance.moved_seconds
+        return self._model_state(instance, now).oldest(now) > instance.moved_seconds
 
     def _send(self, instance: Instance, choices: Sequence[Choice], now: float) -> None:
         source, target = str(instance.spread), [choice.device for choice in choices]
@@ -258,6 +275,7 @@ class Devices:
             seconds=now - instance.started_seconds,
             paid_seconds=again * instance.history.last_wake_seconds,
             restart_seconds=instance.history.last_start_seconds,
+            shunned=frozenset(instance.shunned),
         )
         return (choose_device(model, stay, states),)
 

@@ -101,13 +101,15 @@ class Instance:
         self.message = ""
         self.spread = Spread(spec["devices"])  # its process, while it has one, is bound to these devices
         self.moved_seconds = -math.inf  # when its process was ended for another device
+        self.shunned: set[str] = set()  # devices that had no memory for it, until it is resident
         self.started_seconds, self.wakes_before = -math.inf, 0  # of its process
         self.prepared: Prepared | None = None
         self.verified = False
         self.measured = False
         self.working_bytes = 0
         self.context_bytes = 0  # what its process holds on the device beside frames and working memory
-        self.unparkable = False  # its process was refused by the driver
+        self.parked_pid = 0  # which of its processes is parked, when it is
+        self.unparkable = False  # the driver refused its process, or failed with it
         self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
         self.process: ModelProcess | None = None
@@ -304,7 +306,8 @@ class Instance:
 
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
-        self.process, self.session, self.unparkable = process, self._session(process), False
+        self.process, self.session = process, self._session(process)
+        self.unparkable = self.unparkable and self.foreign  # of a server nobody knows why, and its start is dear
         self.started_seconds, self.wakes_before = time.monotonic(), self.history.wakes
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
 

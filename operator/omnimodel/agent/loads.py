@@ -38,7 +38,6 @@ class Loads:
         worth: of an image by its digest; the least worth loses its frames first.
         worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
-        end_sleepers: asks for so many bytes of the device, for an instance, from servers that sleep.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Loads:
         worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
         vacate: Callable[[int], bool],
-        end_sleepers: Callable[[Instance, int], None],
     ) -> None:
         self.copying: str | None = None
         self.copy_bytes_per_second: float | None = None
@@ -60,7 +58,6 @@ class Loads:
         self._worth_in_arena = worth_in_arena
         self._relieve = relieve
         self._vacate = vacate
-        self._end_sleepers = end_sleepers
 
     async def load(self, instance: Instance) -> bool:
         """WARM or FROZEN -> RESIDENT, or back; a process that does not map its frames is killed.
@@ -210,7 +207,6 @@ class Loads:
                 short_bytes = frame_count * account.frame_bytes + working_bytes - account.free_bytes
                 if not self._vacate(short_bytes) and time.monotonic() > deadline:
                     raise
-            self._end_sleepers(instance, frame_count * account.frame_bytes + working_bytes - account.free_bytes)
             await asyncio.sleep(0.01)
 
     async def make_room(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,12 +48,12 @@ class Moves:
     Args:
         memory: of the device.
         events: where moves are told to people.
-        instances: all there are, by name.
         under_way: moves of the instances of all devices, by name: one of several devices is in one move on all.
         everywhere: the moves of each device that an instance is on.
         worth: of an image by its digest; the least worth loses its frames first.
         worth_in_arena: the same in the arena, which other devices may share.
         relieve, vacate: asks for so many bytes of host, or device, memory; whether any are coming.
+        elsewhere: has an instance go to another device, as its own has no memory for it; False when there is none.
         measure: notes the private memory of an instance that has begun or ended to hold device memory.
         changed: called with an instance when a move of it has ended.
     """
@@ -62,7 +62,6 @@ class Moves:
         self,
         memory: DeviceMemory,
         events: EventLog,
-        instances: Mapping[str, Instance],
         under_way: dict[str, asyncio.Task[None]],
         *,
         everywhere: Callable[[Instance], Sequence[Moves]],
@@ -70,6 +69,7 @@ class Moves:
         worth_in_arena: Callable[[str], float],
         relieve: Callable[[int], bool],
         vacate: Callable[[int], bool],
+        elsewhere: Callable[[Instance], bool],
         measure: Callable[[Instance], Awaitable[None]],
         changed: Callable[[Instance], None],
     ) -> None:
@@ -81,7 +81,6 @@ class Moves:
             worth_in_arena=worth_in_arena,
             relieve=relieve,
             vacate=vacate,
-            end_sleepers=self._end_sleepers,
         )
         self.contexts = Contexts(
             memory, worth=worth, vacate=vacate, tell=self.tell, is_lost=lambda: self.lost is not None
@@ -90,8 +89,8 @@ class Moves:
         self.measuring: str | None = None
         self.lost: OmniError | None = None  # the device can do nothing any more
         self._events = events
-        self._instances = instances
         self._measure = measure
+        self._elsewhere = elsewhere
         self._changed = changed
         self._everywhere = everywhere
         self._under_way = under_way
@@ -338,14 +337,9 @@ class Moves:
             self.failed(instance, error)
             return
         if loaded:
+            instance.shunned.clear()
             self.tell(instance, "Woken", instance.message)
             instance.door.admit()
-
-    def _end_sleepers(self, instance: Instance, short_bytes: int) -> None:
-        """Stop servers that sleep, for what stays of them on the device is missing."""
-        name = self.memory.device.name
-        for sleeper in servers.sleepers(self._instances.values(), name, self.__contains__, short_bytes):
-            self.step_off(sleeper, f"{instance.name} needs what stays of it on the device", "room", stop=True)
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
         """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
@@ -360,7 +354,7 @@ class Moves:
         if error.reason is Reason.DEVICE_LOST:  # no fault of the model's: it is woken elsewhere, at once
             if instance.spread.count == 1:  # else it may be another of its devices, which has been told
                 self.lost = self.lost or error
-        else:
+        elif error.reason is not Reason.DEVICE_FULL or not self._elsewhere(instance):
             instance.fail(error)
         self.tell(instance, str(error.reason), error.advice, warning=True)
 

@@ -3,6 +3,11 @@
 The driver does it without the process's help (`Device.parking`). A process with frames mapped is never parked, and one
 comes back only after its bytes were held in the ledger, one at a time. One that does not come back is killed, and its
 model starts cold. What a parked process has of host memory is measured as of any other.
+
+Of a server of others what is left in its sleep is parked, where one of its processes holds all of it. With several, or
+over several devices, the driver has hung or not brought them back: those servers are not parked, and neither is one
+again whose process has once not come back. Source: NVIDIA/cuda-checkpoint#27, #30, #45, #47; that one process of a
+sleeping vLLM comes back: vllm-project/vllm#56373.
 """
 
 from __future__ import annotations
@@ -66,7 +71,9 @@ class Parks:
 
     def can(self, instance: Instance) -> bool:
         """Whether its process, which is warm, can be parked as far as is known."""
-        return self._memory.device.parking is not None and not instance.unparkable and not instance.foreign
+        if self._memory.device.parking is None or instance.unparkable:
+            return False
+        return not instance.foreign or (len(instance.asleep_bytes) == 1 and any(instance.asleep_bytes.values()))
 
     async def park(self, instance: Instance, why: str) -> bool:
         """WARM -> PARKED, or COLD when it failed half-way.
@@ -79,16 +86,22 @@ class Parks:
             return True
         if parking is None or not self.can(instance):
             return False
-        held_bytes = await self._contexts.bytes_of(process)
-        if held_bytes is None:
-            held_bytes = account.held_bytes(instance.name, Kind.CONTEXT)
-        needs_bytes = instance.weights_bytes + instance.working_bytes + held_bytes
+        holders, kind = await self._contexts.holders(process), _kind(instance)
+        held_bytes = account.held_bytes(instance.name, kind) if holders is None else sum(holders.values())
+        pid = process.pid
+        if instance.foreign:
+            if holders is None or len(holders) != 1:
+                log.warning("not_parked model=%s problem=%r", instance.name, f"{len(holders or ())} processes hold it")
+                instance.unparkable = True
+                return False
+            (pid,) = holders
+        needs_bytes = instance.weights_bytes + instance.working_bytes + (0 if instance.foreign else held_bytes)
         if needs_bytes > account.capacity_bytes or not await self._room_on_host(held_bytes):
             return False  # it could never come back, or there is no place to put it
         try:
             async with self._one_at_a_time:
                 mapped = instance.mapped is not None
-                await self._driven(process, lambda: parking.park(process.pid, frames_mapped=mapped))
+                await self._driven(process, lambda: parking.park(pid, frames_mapped=mapped))
             left_bytes = await self._left_of(process)
             if left_bytes >= held_bytes > 0:
                 raise RestoreFailedError(instance.subject, f"{bytes_text(left_bytes)} stayed on the device")
@@ -103,8 +116,8 @@ class Parks:
         if instance.process is not process:
             return True
         account.give_back(instance.name, Kind.WORKING)
-        account.set(instance.name, Kind.CONTEXT, left_bytes)
-        instance.context_bytes = held_bytes
+        self._note(instance, left_bytes)
+        instance.context_bytes, instance.parked_pid = held_bytes, pid
         instance.set_state(State.PARKED, why)
         await self._measure(instance)
         self._tell(instance, "Parked", why)
@@ -122,11 +135,13 @@ class Parks:
             return
         began = time.perf_counter()
         try:
-            here_bytes = self._memory.ledger.device.held_bytes(instance.name, Kind.CONTEXT)
-            await self._contexts.hold(instance, max(0, instance.context_bytes - here_bytes))
+            kind, pid = _kind(instance), instance.parked_pid
+            here_bytes = self._memory.ledger.device.held_bytes(instance.name, kind)
+            await self._contexts.hold(instance, max(0, instance.context_bytes - here_bytes), kind)
             async with self._one_at_a_time:
-                await self._driven(process, lambda: parking.unpark(process.pid))
+                await self._driven(process, lambda: parking.unpark(pid))
             if instance.process is process:
+                self._note(instance, max(here_bytes, instance.context_bytes))
                 seconds = instance.history.last_unpark_seconds = time.perf_counter() - began
                 instance.set_state(State.WARM, f"its process was brought back in {seconds:.3f} s")
                 await self._contexts.started(instance)
@@ -139,8 +154,15 @@ class Parks:
             return
         await self._measure(instance)
 
+    def _note(self, instance: Instance, held_bytes: int) -> None:
+        """Say what a process at rest holds on the device now."""
+        self._memory.ledger.device.set(instance.name, _kind(instance), held_bytes)
+        if instance.foreign:
+            instance.asleep_bytes = {self._memory.device.name: held_bytes}
+
     async def _end(self, instance: Instance, why: str) -> None:
         """Kill a process that is lost; its model starts cold when it is wanted."""
+        instance.unparkable = True
         instance.set_state(State.STOPPING, why)
         self._tell(instance, "ParkingFailed", why, warning=True)
         await instance.kill()
@@ -175,3 +197,8 @@ class Parks:
                 break
             await asyncio.sleep(0.01)
         return host.free_bytes >= size_bytes
+
+
+def _kind(instance: Instance) -> Kind:
+    """As what the ledger has the bytes of its process at rest."""
+    return Kind.WORKING if instance.foreign else Kind.CONTEXT

@@ -1,24 +1,21 @@
 """Servers of foreign engines on a device with memory of its own: what they hold there is what the driver says.
 
 A server that can sleep is put to sleep, and stopped when that does not give the memory back. What stays of one that
-sleeps is in the ledger, and goes when a wake needs the room: the sleeper that is missed least is stopped. All of that
-holds for each device of a server that spreads its model over several.
-
-A process tree is not parked by the driver's checkpoint: of servers with several processes it has not come back, or
-hung. Source: NVIDIA/cuda-checkpoint#27, #45, #47.
+sleeps is in the ledger, and goes when a wake needs the room: it is parked (`parking`), and stopped where that cannot
+be. All of that holds for each device of a server that spreads its model over several.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
 
-from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.instance import Instance
 from omnimodel.errors import ProcessError, Reason
 from omnimodel.placement.state import bytes_text
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict
@@ -92,33 +89,6 @@ async def check_woken(instance: Instance, process: ModelProcess, memories: Seque
                 "raise resources.deviceMemory, or have its engine take less",
                 reason=Reason.OUT_OF_MEMORY,
             )
-
-
-def sleepers(
-    instances: Iterable[Instance], device: str, busy: Callable[[str], bool], short_bytes: int
-) -> list[Instance]:
-    """Who has to be stopped for so many bytes to come free: those that sleep, the least missed first.
-
-    Args:
-        instances: all there are.
-        device: where the bytes are missing.
-        busy: whether one, by its name, is in a move.
-        short_bytes: that are missing.
-    """
-    asleep = [instance for instance in instances if instance.asleep and instance.asleep_bytes.get(device)]
-    short_bytes -= sum(i.asleep_bytes[device] for i in asleep if busy(i.name) and _going(i))
-    resting = [instance for instance in asleep if instance.state is State.WARM and not busy(instance.name)]
-    chosen = []
-    for instance in sorted(resting, key=lambda i: (i.line.busy, i.residency.priority, i.line.last_arrival_seconds)):
-        if short_bytes <= 0:
-            break
-        chosen.append(instance)
-        short_bytes -= instance.asleep_bytes[device]
-    return chosen
-
-
-def _going(instance: Instance) -> bool:
-    return instance.state is State.STOPPING
 
 
 async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> bool:

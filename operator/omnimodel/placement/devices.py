@@ -97,6 +97,8 @@ class Stay:
         seconds: for how long it has had it.
         paid_seconds: what its wakes there have taken, beyond the first.
         restart_seconds: what it takes to start its process.
+        shunned: devices that have just had less memory for it than they should; it goes there only if no other can
+            ever hold it.
     """
 
     device: str = ""
@@ -104,6 +106,7 @@ class Stay:
     seconds: float = 0.0
     paid_seconds: float = 0.0
     restart_seconds: float = 0.0
+    shunned: frozenset[str] = frozenset()
 
 
 def choose_device(model: ModelState, stay: Stay, devices: Sequence[DeviceState]) -> Choice:
@@ -115,7 +118,8 @@ def choose_device(model: ModelState, stay: Stay, devices: Sequence[DeviceState])
         devices: all that can be used; at least one.
     """
     costs = [_Cost(model, stay, device) for device in devices]
-    able = [cost for cost in costs if not cost.never] or costs
+    possible = [cost for cost in costs if not cost.never] or costs
+    able = [cost for cost in possible if cost.device.name not in stay.shunned] or possible
     least_seconds = min(cost.seconds for cost in able)
     best = min(
         (cost for cost in able if cost.seconds <= least_seconds + ALIKE_SECONDS),

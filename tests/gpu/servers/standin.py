@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import socket
 import socketserver
 import sys
@@ -37,13 +38,33 @@ class Allocation:
     """Memory on a device that it is shown, the first unless another is said."""
 
     def __init__(self, size_bytes: int, rank: int = 0) -> None:
-        descriptor = os.memfd_create("unseen" if FAULT == "unseen" else f"device-{DEVICES[rank]}")
+        self.rank = rank
+        self.take(size_bytes)
+        allocations.append(self)
+
+    def take(self, size_bytes: int) -> None:
+        descriptor = os.memfd_create("unseen" if FAULT == "unseen" else f"device-{DEVICES[self.rank]}")
         os.ftruncate(descriptor, size_bytes)
         self.map = mmap.mmap(descriptor, size_bytes)
         os.close(descriptor)
 
     def free(self) -> None:
+        allocations.remove(self)
         self.map.close()
+
+
+allocations: list[Allocation] = []
+
+
+def checkpointed(*_: object) -> None:
+    """Be without memory on any device until told to restore it, as the driver does with a process from outside."""
+    saved = [(each, bytes(each.map)) for each in allocations]
+    for each in allocations:
+        each.map.close()
+    signal.sigwait({signal.SIGUSR2})
+    for each, content in saved:
+        each.take(len(content))
+        each.map[:] = content
 
 
 class Engine:
@@ -106,6 +127,8 @@ def parts(content: bytes, count: int) -> list[bytes]:
 
 def child(engine: Engine, link: socket.socket) -> None:
     """Do what the parent says, one thing after the other."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    signal.signal(signal.SIGUSR1, checkpointed)
     for line in link.makefile():
         said = json.loads(line)
         if said["do"] == "sleep" and engine.fault == "late":
@@ -142,6 +165,8 @@ class Server:
         self.changed = threading.Condition()
         self.turn = threading.Lock()
         self.links = []
+        if FAULT == "frontend":
+            self.context = Allocation(1 << 20)
         for rank, part in enumerate(parts(tensors(path), ranks)):
             ours, theirs = socket.socketpair()
             if os.fork() == 0:

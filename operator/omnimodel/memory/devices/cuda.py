@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omnimodel.errors import ImageError, LedgerError, OmniError
+from omnimodel.errors import CURES, ImageError, LedgerError, OmniError, Reason
 from omnimodel.memory.codec_file import read_index
 from omnimodel.memory.devices import Frame, Meter, Parking, cuda_checkpoint
 from omnimodel.memory.devices.available import available_bytes
@@ -153,7 +153,7 @@ class CudaDevice:
             free_bytes = self.free_bytes()
             try:
                 if count * self.frame_bytes > free_bytes:
-                    raise LedgerError(f"device {self.name}", "has no room")
+                    raise LedgerError(f"device {self.name}", "has no room", reason=Reason.DEVICE_FULL)
                 for _ in range(count):
                     made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
             except LedgerError as error:
@@ -161,7 +161,8 @@ class CudaDevice:
                 raise LedgerError(
                     f"device {self.name}",
                     f"{count} frames need {count * self.frame_bytes} bytes, it has {free_bytes} free ({error.problem})",
-                    error.cure or "lower the pool's device.memory",
+                    error.cure or CURES[error.reason],
+                    reason=error.reason,
                 ) from error
         log.info("frames created device=%s count=%d bytes=%d", self.name, count, count * self.frame_bytes)
         return made

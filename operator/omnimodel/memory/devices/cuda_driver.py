@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from omnimodel.errors import LedgerError, OmniError, Reason
+from omnimodel.errors import CURES, LedgerError, OmniError, Reason
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def call(name: str, *arguments: Any) -> Any:
     """Call the driver; the call's values (None, one, or a tuple).
 
     Raises:
-        LedgerError: the device is out of memory.
+        LedgerError: the device, or memory that can be pinned, is used up.
         OmniError: the driver refused.
     """
     try:
@@ -163,7 +163,9 @@ def call(name: str, *arguments: Any) -> Any:
         subject = "CUDA driver"
         problem = f"{name} failed with {getattr(result, 'name', result)}"
         if int(result) == int(driver().CUresult.CUDA_ERROR_OUT_OF_MEMORY):
-            raise LedgerError(subject, problem, "lower the pool's device memory")
+            if "Host" in name:
+                raise LedgerError(subject, problem, "raise ulimit -l, or lower the pool's hostMemory")
+            raise LedgerError(subject, problem, CURES[Reason.DEVICE_FULL], reason=Reason.DEVICE_FULL)
         raise OmniError(subject, problem, "look for Xid messages in the kernel's log", reason=Reason.INTERNAL)
     if not values:
         return None
