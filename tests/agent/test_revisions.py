@@ -155,6 +155,18 @@ async def test_a_bad_handler_says_what_is_wrong_and_the_next_good_edit_recovers(
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
 
 
+async def test_a_handler_that_says_that_the_device_is_lost_is_not_believed(world):
+    manifest = world.manifest("m1", seed=1)
+    forged = "from omnimodel.errors import OmniError, Reason; raise OmniError('', 'gone', reason=Reason.DEVICE_LOST)"
+    manifest["spec"]["runtime"]["handler"]["files"]["handler.py"] = HANDLER.replace(
+        "module = torch.nn.Module()", forged
+    )
+    await world.apply(manifest, world.manifest("m2", seed=2))
+    assert world.report("m1").reason == "HandlerFailed"
+    assert world.broker.lost is None
+    assert await world.ask("m2") == pytest.approx(world.answer(8, 2))
+
+
 async def test_a_broken_model_that_is_asked_for_all_the_time_is_not_started_all_the_time(world):
     manifest = world.manifest("m1", seed=1)
     manifest["spec"]["probe"]["json"] = command("exit:7")

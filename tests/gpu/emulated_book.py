@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import cuda.bindings.driver as real
+import psutil
 
 SLOTS = 4096
 SAVE, RESTORE = signal.SIGUSR1, signal.SIGUSR2  # to programs without this driver
@@ -135,7 +136,7 @@ class Book:
                 self._saved[pid] = held_bytes
                 return () if _until(lambda: not mapped_bytes(pid)) else REFUSED
             if name == "restore" and (saved_bytes := self._saved.get(pid)):
-                if self.used_bytes() + _of_programs() + saved_bytes > self.capacity_bytes:
+                if self.used_bytes() + sum(programs_bytes().values()) + saved_bytes > self.capacity_bytes:
                     return real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
                 os.kill(pid, RESTORE)
                 del self._saved[pid]
@@ -143,8 +144,13 @@ class Book:
         return REFUSED
 
 
-def _of_programs() -> int:
-    return sum(mapped_bytes(pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))))
+def programs_bytes(device: int = 0) -> dict[int, int]:
+    """What programs without this driver have on a device, by pid: of those that this process has started.
+
+    Others on this machine may have emulated devices of their own.
+    """
+    found = {child.pid: mapped_bytes(child.pid, device) for child in psutil.Process().children(recursive=True)}
+    return {pid: size_bytes for pid, size_bytes in found.items() if size_bytes}
 
 
 def _until(done: Callable[[], bool]) -> bool:

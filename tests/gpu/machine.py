@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from agent.world import MIB, World
-from gpu import rehearsal
+from gpu import emulated_book, rehearsal
 from gpu.emulated_book import Book
 from gpu.nvml import EmulatedNvml
 from omnimodel.agent import contexts, spawner, supply
+from omnimodel.agent.broker import Broker
 from omnimodel.agent.zygotes import Zygotes
 from omnimodel.api import OmniPool
 from omnimodel.memory.devices import cuda, cuda_driver
@@ -123,3 +125,27 @@ def check(world: World, gpu: Machine) -> None:
             device.held_bytes(kind=kind) for kind in (Kind.WORKING, Kind.CONTEXT)
         )
         assert physical_bytes <= device.capacity_bytes
+
+
+@contextmanager
+def somebody_else(book: Book) -> Iterator[None]:
+    """A process of somebody else that has all of a device that is free."""
+    process = subprocess.Popen(["sleep", "600"])
+    identity = emulated_book._identity(Path(f"/proc/{process.pid}"))
+    slot = book.slots[emulated_book._place(identity)]
+    slot.uid, slot.ticks, slot.pid = identity
+    slot.bytes = DEVICE_BYTES - book.used_bytes()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        dict(book.processes())  # what it had is free
+
+
+async def give_frames_up(broker: Broker) -> None:
+    """Have a device keep no frames that are free, so that somebody else can have their room."""
+    account = broker.memory.ledger.device
+    account.hold("default/other", Kind.CONTEXT, account.free_bytes)
+    await broker.memory.frames.make_room()
+    account.give_back("default/other", Kind.CONTEXT)

@@ -3,12 +3,11 @@
 # ruff: noqa: N801, N802, N815  (names are the library's own)
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from gpu.emulated_book import Book, mapped_bytes
+from gpu.emulated_book import Book, programs_bytes
 
 
 class NVMLError(Exception):
@@ -103,9 +102,7 @@ class EmulatedNvml:
             for pid, slot in book.processes()
             if slot.bytes
         }
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            if pid not in held and (others := mapped_bytes(pid, device)):
-                held[pid] = others
+        held = {**programs_bytes(device), **held}
         return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in held.items()]
 
     def nvmlDeviceGetPowerUsage(self, handle):

@@ -288,6 +288,27 @@ async def test_contexts_of_more_models_than_fit_are_parked_in_turn_and_no_proces
     assert all("Parked" in told(world, f"m{seed}") for seed in pids)
 
 
+async def test_a_process_that_took_more_at_its_start_than_was_held_has_others_parked_for_it(world, gpu):
+    await world.apply(greedy(world))
+    await world.ask("m1")
+    await evict(world)
+    account = world.ledger.device
+    account.hold("default/other", Kind.WORKING, account.free_bytes - 2 * CONTEXT_BYTES)
+    manifest = greedy(world, "m9", 9)
+    files = manifest["spec"]["runtime"]["handler"]["files"]
+    files["handler.py"] = files["handler.py"].replace(
+        "module = torch.nn.Module()",
+        f'os.environ.get("CUDA_VISIBLE_DEVICES") and served.leak({2 * CONTEXT_BYTES}); module = torch.nn.Module()',
+    )
+    try:
+        await world.apply(manifest, greedy(world), wait=False)
+        await world.until(lambda: held(world, "m9") == {Kind.CONTEXT: 3 * CONTEXT_BYTES}, "it has what it took")
+        assert held(world) == {}
+        assert world.report("m1").tier == "parked"
+    finally:
+        account.give_back("default/other", Kind.WORKING)
+
+
 async def test_nothing_is_restored_before_its_bytes_are_free(world, gpu):
     asked = threading.Event()
     held_then = []

@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from agent.world import MIB, World
-from gpu import emulated_book
-from gpu.machine import DEVICE_BYTES, check, pool
+from gpu.machine import check, give_frames_up, pool, somebody_else
 from gpu.test_agent_memory import evict, gpu, greedy, running, told, world  # noqa: F401  (fixtures)
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.devices import cuda, cuda_arena
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
-
-
-@contextmanager
-def somebody_else(book):
-    """A process of somebody else that has all of a device that is free."""
-    process = subprocess.Popen(["sleep", "600"])
-    identity = emulated_book._identity(Path(f"/proc/{process.pid}"))
-    slot = book.slots[emulated_book._place(identity)]
-    slot.uid, slot.ticks, slot.pid = identity
-    slot.bytes = DEVICE_BYTES - book.used_bytes()
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-        dict(book.processes())  # what it had is free
-
-
-async def give_frames_up(broker) -> None:
-    """Have a device keep no frames that are free, so that somebody else can have their room."""
-    account = broker.memory.ledger.device
-    account.hold("default/other", Kind.CONTEXT, account.free_bytes)
-    await broker.memory.frames.make_room()
-    account.give_back("default/other", Kind.CONTEXT)
 
 
 async def test_ten_models_of_unknown_size_made_at_once_are_all_ready_and_none_was_restarted(world, gpu):  # noqa: F811

@@ -26,10 +26,11 @@ import psutil
 
 from agent.world import MIB, World
 from gpu.emulated_book import mapped_bytes
-from gpu.machine import DEVICE_BYTES, pool
+from gpu.machine import DEVICE_BYTES, give_frames_up, pool, somebody_else
 from gpu.servers.standin import tensors
 from gpu.serving import emptied, serving
 from gpu.test_agent import gpu  # noqa: F401  (a fixture)
+from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
 
@@ -250,6 +251,55 @@ async def test_a_server_is_stopped(world, gpu, fault, why):  # noqa: F811
         assert world.instance(name).sleepless == why
         assert world.report(name).message.endswith(f"its server was stopped{': ' * bool(why)}{why}")
     assert await ask(world, name) == said
+
+
+async def test_a_server_without_a_probe_is_stopped_until_it_has_one(world):
+    manifest = server(world, "unproven")
+    probe = manifest["spec"].pop("probe")
+    await world.apply(manifest)
+    said = await ask(world, "unproven")
+    await evict(world, "unproven")
+    assert children(world, "unproven") == []
+    assert "stopped: without a probe in its manifest" in world.report("unproven").message
+    manifest["spec"]["probe"] = probe
+    await world.apply(manifest)
+    assert (await ask(world, "unproven"), starts(world, "unproven")) == (said, 2)
+    await evict(world, "unproven")
+    assert world.instance("unproven").asleep
+
+
+async def test_what_a_killed_server_held_is_free_only_when_the_driver_shows_it_no_more(world, gpu, monkeypatch):  # noqa: F811
+    await world.apply(server(world, "gone"))
+    await ask(world, "gone")
+    meter, pid = world.broker.memory.device.meter, children(world, "gone")[-1].pid
+    before = meter.process_bytes()
+    monkeypatch.setattr(meter, "process_bytes", lambda: before)  # it takes its time
+    world.instance("gone").process.kill()
+    await world.until(lambda: world.instance("gone").process is None, "its process is gone")
+    assert world.ledger.device.held_bytes("default/gone") == 0
+    assert world.ledger.device.held_bytes(f"default/gone ended {pid}") == GRANTED_MIB * MIB
+    monkeypatch.undo()
+    await world.until(lambda: not world.ledger.device.held_bytes(f"default/gone ended {pid}"), "it is free")
+
+
+async def test_a_server_for_which_somebody_else_has_left_no_room_is_not_started_and_says_so(world, gpu):  # noqa: F811
+    """llm-d FMA#746, NVIDIA/cuda-checkpoint#44: woken on a device that somebody else has filled."""
+    await world.apply(server(world, "crowded"))
+    said = await ask(world, "crowded")
+    await evict(world, "crowded")
+    await give_frames_up(world.broker)
+    instance = world.instance("crowded")
+    for parked in (False, True):
+        if parked:
+            await world.broker.moves.park(instance, "for a test", needed=False)
+        with somebody_else(gpu.book_of(0)):
+            with pytest.raises(DispatchError, match=r"of cuda:0 are needed, it has .* free") as caught:
+                await ask(world, "crowded")
+            assert caught.value.reason is Reason.DEVICE_FULL
+            assert instance.tier == ("parked" if parked else "warm")
+        await world.until(lambda: not instance.failures.waiting(time.monotonic()), "it may be tried again")
+        assert (await ask(world, "crowded"), starts(world, "crowded")) == (said, 1)
+        await evict(world, "crowded")
 
 
 async def test_a_server_that_answers_before_it_has_let_go_is_waited_for(world, gpu):  # noqa: F811

@@ -15,8 +15,8 @@ import pytest_asyncio
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from agent.world import MIB, World
-from gpu.machine import CONTEXT_BYTES, check, machine, pool
-from gpu.test_crowded import give_frames_up, somebody_else
+from gpu.machine import CONTEXT_BYTES, check, give_frames_up, machine, pool, somebody_else
+from omnimodel.agent.instance import State
 from omnimodel.api import OmniPool
 from omnimodel.controllers.status import pod_entry, pool_status, residency_entry
 from omnimodel.errors import DispatchError, Reason
@@ -154,7 +154,7 @@ async def test_a_model_whose_device_somebody_else_has_filled_is_woken_on_another
     with crowded(gpus, first, others[0]):
         assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
         assert instance.device == DEVICES[others[1]]
-        assert (instance.process.pid == pid, instance.shunned, instance.failures.last) == (False, set(), None)
+        assert (instance.process.pid == pid, instance.failures.last) == (False, None)
     told = [event.reason for _, event in world.agent.events._events if event.name == "m1"]
     assert "DeviceFull" in told
     assert "Moved" in told
@@ -171,7 +171,7 @@ async def test_a_model_for_which_no_device_has_memory_says_so_and_comes_back_whe
         with pytest.raises(DispatchError) as caught:
             await world.ask("m1")
         assert caught.value.reason is Reason.DEVICE_FULL
-        assert instance.shunned == set()
+        assert not instance.shunned
     await world.until(lambda: not instance.failures.waiting(time.monotonic()), "it may be tried again")
     assert await world.ask("m1") == pytest.approx(world.answer(32, 1))
 
@@ -241,9 +241,23 @@ async def test_budgets_change_on_every_device(world):
         for seed in SEEDS:
             assert await world.ask(f"m{seed}") == pytest.approx(world.answer(32, seed))
         world.check_ledger()
+        await world.apply()
+        accounts = [broker.memory.ledger.device for broker in world.brokers.values()]
+        await world.until(lambda: not any(account.held_bytes() for account in accounts), "nothing is held")
     finally:
         world.pool = before
-        await world.apply(*world.manifests.values())
+        await world.apply()
+    whole = BUDGET_BYTES // accounts[0].frame_bytes
+    await world.until(lambda: all(account.frames == whole for account in accounts), "frames are made for all of it")
+
+
+async def test_a_frozen_model_waits_where_it_is(world):
+    await world.apply(*small(world, 1))
+    instance, devices = world.instance("m1"), world.agent._devices
+    before = instance.state
+    for instance.state in (State.WARM, State.FROZEN):  # frozen it is tried again later, and not all the time
+        assert devices.shun(instance) == (instance.state is State.WARM)
+    instance.state = before
 
 
 async def test_one_arena_serves_all_devices(world):

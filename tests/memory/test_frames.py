@@ -147,6 +147,15 @@ async def test_forgotten_contents_are_copied_again(pool):
     assert not any((await wake(pool, "a", 3)).valid)
 
 
+async def test_forgotten_contents_of_somebody_s_frames_are_copied_again_once_they_are_free(pool):
+    await wake(pool, "a", 3)
+    pool.quarantine("a")
+    pool.forget("a")
+    pool.recover("a")
+    assert pool.valid_frames("a") == 0
+    assert not any((await wake(pool, "a", 3)).valid)
+
+
 async def test_frames_go_for_working_memory_and_come_back(pool, account):
     await pool.create_ahead(8)
     assert account.frames == 8

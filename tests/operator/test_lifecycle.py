@@ -32,6 +32,12 @@ def catalogue(namespace: str) -> list[dict[str, Any]]:
     return [{**item, "metadata": {**item["metadata"], "namespace": namespace}} for item in items]
 
 
+async def told(world: World, name: str, reason: str, sentence: str) -> bool:
+    """Whether an event of an object has this reason and says this."""
+    events = [e for e in (await world.kube.list(EVENTS, world.namespace)).items if e["involvedObject"]["name"] == name]
+    return any(event["reason"] == reason and sentence in event["message"] for event in events)
+
+
 async def test_the_catalogue_becomes_pods_and_processes_and_is_ready(world: World, agents: Agents, start) -> None:
     operator = await start()
     items = catalogue(world.namespace)
@@ -191,10 +197,8 @@ async def test_each_thing_that_is_missing_has_its_reason_and_ends_when_it_comes(
         assert sentence in ready["message"]
         assert ready["status"] == "False"
     await world.ready("wide")
-    events = (await world.kube.list(EVENTS, world.namespace)).items
-    for name, (reason, sentence) in expected.items():
-        told = [e["message"] for e in events if (e["involvedObject"]["name"], e["reason"]) == (name, reason)]
-        assert any(sentence in message for message in told), name
+    for name, (reason, sentence) in expected.items():  # an event is written after the status, and may come later
+        await until(lambda it=(name, reason, sentence): told(world, *it), f"an event tells it of {name}")
 
     await world.apply(pool("none", world.namespace))
     await world.kube.create(

@@ -345,9 +345,8 @@ class Broker:
         Returns:
             Whether any bytes are free now that were not, or will be in a moment.
         """
-        leaving = {State.STARTING, State.WARM, State.STOPPING}  # one that starts can be parked in a moment
-        going = (i for i in self.instances.values() if i.name in self.moves and i.state in leaving and not i.reserved)
-        coming_bytes = sum(self._resting_bytes(instance) for instance in going)
+        moving = (i for i in self.instances.values() if i.name in self.moves)
+        coming_bytes = sum(self._resting_bytes(instance) for instance in moving if _leaves(instance))
         warm = [
             instance
             for instance in self.instances.values()
@@ -372,8 +371,8 @@ class Broker:
 
     async def _watch_device(self) -> None:
         """End processes that hold more of the device than they may."""
-        at_rest = [instance for instance in self.instances.values() if instance.name not in self.moves]
-        for instance, error in await self.moves.contexts.watch(at_rest):
+        everybody = list(self.instances.values())
+        for instance, error in await self.moves.contexts.watch(everybody, self.moves.__contains__):
             if instance.name not in self.moves:
                 await instance.kill(error)
 
@@ -382,7 +381,11 @@ class Broker:
     def resize(self, budget_bytes: int, host_bytes: int) -> None:
         """Change the budgets. When more is held now, residents leave until the new budget is kept."""
         self.memory.ledger.host.resize(host_bytes)
-        self._budget_bytes = budget_bytes
+        grows, self._budget_bytes = budget_bytes > self._budget_bytes, budget_bytes
+        if grows and self._tasks:
+            self._settle_budget()
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks.append(asyncio.create_task(self._create_ahead(), name="frames"))
         self.kick()
 
     def _settle_budget(self) -> None:
@@ -393,6 +396,13 @@ class Broker:
             device.resize(wanted_bytes)
         if device.surplus_frames() and (self._shrinking is None or self._shrinking.done()):
             self._shrinking = asyncio.create_task(self.memory.frames.make_room(self.worth_of_image), name="shrink")
+
+
+def _leaves(instance: Instance) -> bool:
+    """Whether what an instance in a move holds at rest will be free; one that is started ahead can be parked then."""
+    if instance.state is State.STARTING:
+        return not instance.reserved
+    return instance.going is not None or instance.state is State.STOPPING
 
 
 def _lost(instance: Instance, lost: OmniError) -> DispatchError:

@@ -106,7 +106,7 @@ class Contexts:
             if instance.removed:
                 raise ProcessError(instance.subject, f"it waited for device memory: {instance.removed}")
         try:
-            await self._memory.frames.make_room(self._worth)
+            await self._memory.frames.give_way(self._worth)
         except OmniError:
             if instance.process is process:
                 self._account.give_back(instance.name, kind, more_bytes)
@@ -226,8 +226,14 @@ class Contexts:
 
     # At all times
 
-    async def watch(self, instances: Iterable[Instance]) -> list[tuple[Instance, OmniError]]:
-        """Note what the device draws and processes at rest hold now.
+    async def watch(
+        self, instances: Iterable[Instance], moves: Callable[[str], bool]
+    ) -> list[tuple[Instance, OmniError]]:
+        """Note what the device draws and processes at rest hold now, and which of a server's processes hold any.
+
+        Args:
+            instances: all of the device.
+            moves: whether one, by its name, is in a move.
 
         Returns:
             The instances whose process holds more than it may, and why it is to be killed.
@@ -236,13 +242,23 @@ class Contexts:
         if meter is None or self._is_lost():
             return []
         self.watts, self.joules = await asyncio.to_thread(lambda: (meter.watts(), meter.joules()))
-        own = [it for it in instances if it.state in {State.WARM, State.RESIDENT} and not it.foreign]
-        seen = [(it, it.process, it.since_seconds) for it in own]
+        there = [(it, it.process) for it in instances if it.process is not None]
+        servers = [(it, process) for it, process in there if it.foreign]
+        at_rest = [it for it, _ in there if it.state in {State.WARM, State.RESIDENT} and not moves(it.name)]
+        seen = [(it, it.process, it.since_seconds) for it in at_rest if not it.foreign]
+
+        def look() -> tuple[dict[int, int], list[set[int]]]:
+            found = meter.process_bytes()
+            return found, [process.pids() & found.keys() for _, process in servers]
+
         try:
-            held = await asyncio.to_thread(meter.process_bytes)
+            held, pids = await asyncio.to_thread(look)
         except OmniError as error:
             log.warning("device_not_measured device=%s problem=%r", self._memory.device.name, str(error))
             return []
+        for (server, its_process), found_pids in zip(servers, pids, strict=True):
+            if server.process is its_process:
+                server.device_pids |= found_pids
         found = []
         for instance, process, since in seen:
             if process is None or (instance.process, instance.since_seconds) != (process, since):
@@ -272,24 +288,25 @@ class Contexts:
 
     # The end
 
-    def ended(self, name: str) -> None:
+    def ended(self, instance: Instance) -> None:
         """Keep what an ended process held until the driver shows it no more: it takes back a little later."""
-        left_bytes = sum(self._account.give_back(name, kind) for kind in (Kind.WORKING, Kind.CONTEXT))
-        pid, _ = self._first.pop(name, (0, 0))
-        if not left_bytes or not pid or not self.measured or self._is_lost():
+        left_bytes = sum(self._account.give_back(instance.name, kind) for kind in (Kind.WORKING, Kind.CONTEXT))
+        self._first.pop(instance.name, None)
+        pids = frozenset(instance.device_pids)
+        if not left_bytes or not pids or not self.measured or self._is_lost():
             return
-        holder = f"{name} ended {pid}"
+        holder = f"{instance.name} ended {min(pids)}"
         self._account.hold(holder, Kind.CONTEXT, left_bytes)
-        task = asyncio.create_task(self._until_gone(holder, pid), name=f"gone {holder}")
+        task = asyncio.create_task(self._until_gone(holder, pids), name=f"gone {holder}")
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _until_gone(self, holder: str, pid: int) -> None:
+    async def _until_gone(self, holder: str, pids: frozenset[int]) -> None:
         meter, deadline = self._memory.device.meter, time.monotonic() + _GONE_SECONDS
         assert meter is not None
         while not self._is_lost():
             try:
-                if pid not in await asyncio.to_thread(meter.process_bytes):
+                if pids.isdisjoint(await asyncio.to_thread(meter.process_bytes)):
                     break
             except OmniError as error:
                 log.warning("device_not_measured device=%s problem=%r", self._memory.device.name, str(error))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SHUN_SECONDS = 60.0  # for which a model goes to others than a device that had no memory for it
 _NO_DEVICE = "the pool"  # who refuses an instance that there are too few devices for
 
 
@@ -219,24 +220,22 @@ class Devices:
         Returns:
             Whether there is another; if not, the next time any device may be tried again.
         """
-        if instance.spread.count == 1:
-            now = time.monotonic()
-            instance.shunned.add(instance.device)
+        now = time.monotonic()
+        if instance.spread.count == 1 and _is_at_rest(instance):
+            instance.shunned[instance.device] = now + _SHUN_SECONDS
             (choice,) = self._choices(instance, now, self._states(now))
-            if choice.device not in instance.shunned:
+            if choice.device not in _shunned(instance, now):
                 return True
         instance.shunned.clear()
         return False
 
     def _may_go(self, instance: Instance, now: float) -> bool:
         broker = self.of(instance)
-        if instance.state not in {State.COLD, State.PARKED, State.WARM} or not (instance.wanted or instance.blocked):
-            return False
-        if instance.removed or instance.draining or instance.name in broker.moves:
+        if not _is_at_rest(instance) or not (instance.wanted or instance.blocked) or instance.name in broker.moves:
             return False
         if instance.spread.count > 1 and instance.process is not None:
             return bool(instance.blocked)
-        if instance.state is State.COLD or instance.device in instance.shunned:
+        if instance.state is State.COLD or instance.device in _shunned(instance, now):
             return True
         # A wait costs one process at most, however often the room is gone when the next one is there.
         return self._model_state(instance, now).oldest(now) > instance.moved_seconds
@@ -275,7 +274,7 @@ class Devices:
             seconds=now - instance.started_seconds,
             paid_seconds=again * instance.history.last_wake_seconds,
             restart_seconds=instance.history.last_start_seconds,
-            shunned=frozenset(instance.shunned),
+            shunned=_shunned(instance, now),
         )
         return (choose_device(model, stay, states),)
 
@@ -312,3 +311,13 @@ class Devices:
             },
             constants=replace(broker.constants, copy_bytes_per_second=rate) if rate else broker.constants,
         )
+
+
+def _is_at_rest(instance: Instance) -> bool:
+    """Whether it can be woken on another device."""
+    resting = instance.state in {State.COLD, State.PARKED, State.WARM}
+    return resting and not instance.removed and not instance.draining
+
+
+def _shunned(instance: Instance, now: float) -> frozenset[str]:
+    return frozenset(name for name, until in instance.shunned.items() if now < until)

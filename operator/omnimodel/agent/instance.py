@@ -101,15 +101,17 @@ class Instance:
         self.message = ""
         self.spread = Spread(spec["devices"])  # its process, while it has one, is bound to these devices
         self.moved_seconds = -math.inf  # when its process was ended for another device
-        self.shunned: set[str] = set()  # devices that had no memory for it, until it is resident
+        self.shunned: dict[str, float] = {}  # devices that had no memory for it, and until when it goes elsewhere
         self.started_seconds, self.wakes_before = -math.inf, 0  # of its process
         self.prepared: Prepared | None = None
         self.verified = False
         self.measured = False
         self.working_bytes = 0
         self.context_bytes = 0  # what its process holds on the device beside frames and working memory
-        self.parked_pid = 0  # which of its processes is parked, when it is
+        self.device_pids: set[int] = set()  # of its processes those that were seen to hold device memory
+        self.parked_pid = 0  # which of them is parked, when it is
         self.unparkable = False  # the driver refused its process, or failed with it
+        self.parks_at_seconds = 0.0  # when it makes sense to park it, if that need not be
         self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
         self.process: ModelProcess | None = None
@@ -124,6 +126,7 @@ class Instance:
         # Set by the broker when it has decided, before the move begins.
         self.draining = False
         self.leaving = False
+        self.going: State | None = None  # where the move it is in takes it: PARKED or COLD
         self.freezing = False
         self.made_room = ""  # for whom it left the device, until it is back
         self.reserved = False
@@ -307,6 +310,7 @@ class Instance:
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
         self.process, self.session = process, self._session(process)
+        self.device_pids = set() if self.foreign else {process.pid}
         self.unparkable = self.unparkable and self.foreign  # of a server nobody knows why, and its start is dear
         self.started_seconds, self.wakes_before = time.monotonic(), self.history.wakes
         self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from omnimodel.agent import servers
 from omnimodel.agent.proof import prove, proves_wakes
-from omnimodel.errors import LedgerError, OmniError, Reason
+from omnimodel.errors import CURES, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
+from omnimodel.placement.state import bytes_text
 
 if TYPE_CHECKING:
     from omnimodel.agent.instance import Instance
     from omnimodel.agent.moves import DeviceMemory
-    from omnimodel.memory.devices import Copy, Frame
+    from omnimodel.memory.devices import Copy, Device, Frame
     from omnimodel.memory.store import ImageRef
 
 _RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
@@ -181,8 +182,15 @@ class Loads:
         return self.memory.ledger.device.held_bytes(instance.name, Kind.WORKING)
 
     async def grant(self, instance: Instance) -> None:
-        """Turn what was promised to an instance without frames into its own. Raises LedgerError."""
+        """Turn what was promised to an instance without frames into its own.
+
+        Raises:
+            LedgerError: it is not there; its server would find that out by failing, and nobody could say why.
+        """
         await self.make_room()
+        promise = self.memory.ledger.device.promised(instance.name)
+        if promise is not None and not self.memory.device.on_host:
+            await asyncio.to_thread(check_free, self.memory.device, promise.working_bytes)
         self.memory.ledger.device.grant(instance.name)
 
     def cancel(self, instance: Instance, working_bytes: int | None = None) -> None:
@@ -251,6 +259,18 @@ class Loads:
         """Let the next image be copied."""
         if self.copying == instance.name:
             self.copying = None
+
+
+def check_free(device: Device, needed_bytes: int) -> None:
+    """See that a device has memory that the ledger says is free.
+
+    Raises:
+        LedgerError: somebody else has it; naming both numbers.
+    """
+    free_bytes = device.free_bytes()
+    if free_bytes < needed_bytes:
+        problem = f"{bytes_text(needed_bytes)} of {device.name} are needed, it has {bytes_text(free_bytes)} free"
+        raise LedgerError(f"device {device.name}", problem, CURES[Reason.DEVICE_FULL], reason=Reason.DEVICE_FULL)
 
 
 def explained(instance: Instance, error: Exception) -> OmniError:

@@ -120,6 +120,7 @@ class Moves:
             finally:
                 if self._under_way.get(instance.name) is asyncio.current_task():
                     del self._under_way[instance.name]
+                    instance.going = None
                 self._changed(instance)
 
         task = asyncio.create_task(run(), name=f"move {instance.name}")
@@ -235,6 +236,7 @@ class Moves:
         if instance.state is State.RESIDENT:
             instance.leaving, instance.freezing = True, False
             instance.history.causes[cause] += 1
+        instance.going = State.COLD if stop else None
         return self._begin(instance, self._go_down(instance, why, stop=stop))
 
     async def _go_down(self, instance: Instance, why: str, *, stop: bool) -> None:
@@ -316,10 +318,12 @@ class Moves:
     def park(self, instance: Instance, why: str, *, needed: bool) -> asyncio.Task[None]:
         """Take what a warm process holds on the device to host memory; where that is needed and fails, end it."""
         self._check_free(instance)
+        instance.going = State.PARKED
         return self._begin(instance, self._park(instance, why, needed=needed))
 
     async def _park(self, instance: Instance, why: str, *, needed: bool) -> None:
         if instance.state is State.WARM and not await self.parks.park(instance, why) and needed:
+            instance.going = State.COLD
             await self._go_down(instance, why, stop=True)
 
     async def _unpark(self, instance: Instance) -> None:
@@ -327,7 +331,8 @@ class Moves:
         try:
             await self.parks.unpark(instance)
         except OmniError as error:
-            self.failed(instance, error)
+            if instance.process is not None and not instance.removed:
+                self.failed(instance, error)
 
     async def _bring(self, instance: Instance) -> None:
         """WARM or FROZEN -> RESIDENT, or back; a failure is noted in the instance."""
@@ -337,13 +342,13 @@ class Moves:
             self.failed(instance, error)
             return
         if loaded:
-            instance.shunned.clear()
             self.tell(instance, "Woken", instance.message)
             instance.door.admit()
 
     def on_exit(self, instance: Instance, error: OmniError | None) -> None:
         """Free what an instance held. Called once its process is seen to be gone (its pidfd is readable)."""
-        self.contexts.ended(instance.name)
+        for moves in self._everywhere(instance):
+            moves.contexts.ended(instance)
         self.loads.free(instance)
         if error is not None:
             self.failed(instance, error)

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omnimodel.agent.instance import Instance, State
+from omnimodel.agent.loads import check_free
 from omnimodel.errors import LedgerError, OmniError, ProcessError
 from omnimodel.memory.devices import RestoreFailedError
 from omnimodel.memory.ledger import Kind
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 15.0  # for others to make room on the host
+_AGAIN_SECONDS = 30.0  # to the next try, when there was no room for it or the driver did not say who holds what
 _SEEN_SECONDS = 1.0  # for the driver to show what it has done
 
 
@@ -70,7 +72,10 @@ class Parks:
         self._one_at_a_time = asyncio.Lock()
 
     def can(self, instance: Instance) -> bool:
-        """Whether its process, which is warm, can be parked as far as is known."""
+        """Whether its process, which is warm, can be parked as far as is known, and may be without need."""
+        return time.monotonic() >= instance.parks_at_seconds and self._possible(instance)
+
+    def _possible(self, instance: Instance) -> bool:
         if self._memory.device.parking is None or instance.unparkable:
             return False
         return not instance.foreign or (len(instance.asleep_bytes) == 1 and any(instance.asleep_bytes.values()))
@@ -84,15 +89,17 @@ class Parks:
         process, parking, account = instance.process, self._memory.device.parking, self._memory.ledger.device
         if process is None:
             return True
-        if parking is None or not self.can(instance):
+        if parking is None or not self._possible(instance):
             return False
-        holders, kind = await self._contexts.holders(process), _kind(instance)
-        held_bytes = account.held_bytes(instance.name, kind) if holders is None else sum(holders.values())
+        instance.parks_at_seconds = time.monotonic() + _AGAIN_SECONDS  # if it is not now
+        holders = await self._contexts.holders(process)
+        if instance.process is not process:
+            return True
+        held_bytes = account.held_bytes(instance.name, _kind(instance)) if holders is None else sum(holders.values())
         pid = process.pid
         if instance.foreign:
             if holders is None or len(holders) != 1:
-                log.warning("not_parked model=%s problem=%r", instance.name, f"{len(holders or ())} processes hold it")
-                instance.unparkable = True
+                log.info("not_parked model=%s holders=%s", instance.name, holders)
                 return False
             (pid,) = holders
         needs_bytes = instance.weights_bytes + instance.working_bytes + (0 if instance.foreign else held_bytes)
@@ -117,7 +124,7 @@ class Parks:
             return True
         account.give_back(instance.name, Kind.WORKING)
         self._note(instance, left_bytes)
-        instance.context_bytes, instance.parked_pid = held_bytes, pid
+        instance.context_bytes, instance.parked_pid, instance.parks_at_seconds = held_bytes, pid, 0.0
         instance.set_state(State.PARKED, why)
         await self._measure(instance)
         self._tell(instance, "Parked", why)
@@ -128,16 +135,24 @@ class Parks:
 
         Raises:
             LedgerError: its bytes are not free; it is parked still.
+            ProcessError: it ended, or nobody wants it any more, while it waited for them.
         """
         process, parking = instance.process, self._memory.device.parking
         assert parking is not None
         if process is None:
             return
         began = time.perf_counter()
+        kind, pid, account = _kind(instance), instance.parked_pid, self._memory.ledger.device
+        here_bytes = account.held_bytes(instance.name, kind)
+        more_bytes = max(0, instance.context_bytes - here_bytes)
+        await self._contexts.hold(instance, more_bytes, kind)
         try:
-            kind, pid = _kind(instance), instance.parked_pid
-            here_bytes = self._memory.ledger.device.held_bytes(instance.name, kind)
-            await self._contexts.hold(instance, max(0, instance.context_bytes - here_bytes), kind)
+            await asyncio.to_thread(check_free, self._memory.device, more_bytes)
+        except LedgerError:
+            if instance.process is process:
+                account.give_back(instance.name, kind, more_bytes)
+            raise
+        try:
             async with self._one_at_a_time:
                 await self._driven(process, lambda: parking.unpark(pid))
             if instance.process is process:
@@ -146,11 +161,8 @@ class Parks:
                 instance.set_state(State.WARM, f"its process was brought back in {seconds:.3f} s")
                 await self._contexts.started(instance)
         except OmniError as error:
-            if instance.process is not process:
-                return
-            if isinstance(error, LedgerError) and instance.state is State.PARKED:
-                raise
-            await self._end(instance, f"its process was killed because it did not come back: {error.problem}")
+            if instance.process is process:
+                await self._end(instance, f"its process was killed because it did not come back: {error.problem}")
             return
         await self._measure(instance)
 

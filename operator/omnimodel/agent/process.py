@@ -218,7 +218,7 @@ class ModelProcess:
             self._progress.pop(number, None)
             self._moving.pop(number, None)
         if not reply.ok:
-            reason = Reason(reply.reason) if reply.reason in set(Reason) else Reason.HANDLER_FAILED
+            reason = Reason(reply.reason) if reply.reason in _OF_ITSELF else Reason.HANDLER_FAILED
             problem = reply.message.removeprefix(f"{self.subject}: ")  # its own errors name it, too
             refusal = ProcessError(self.subject, problem, "", reason=reason)
             if reply.detail:
@@ -256,7 +256,7 @@ class ModelProcess:
 
     def pids(self) -> set[int]:
         """Of it and its children, as this process sees them."""
-        return set(self.group.pids()) or {self.pid, *session_of(self.pid)}
+        return set(self.group.pids()) or {self.pid, *family_of(self.pid)}
 
     @property
     def shared_bytes(self) -> int | None:
@@ -294,7 +294,7 @@ class ModelProcess:
         """Below `namespaces` its children may have outlived it; the zygote ends those that have left its session."""
         self.group.kill()
         if self.reached.level is not Level.NAMESPACES:
-            for pid in session_of(self.pid):
+            for pid in family_of(self.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -406,6 +406,9 @@ class ModelProcess:
         return ProcessExit(self.subject, problem, cure, reason=reason, status=status)
 
 
+# What a process may say of itself: that a device, which others use too, can do nothing any more the agent finds out.
+_OF_ITSELF = frozenset(Reason) - {Reason.DEVICE_LOST}
+
 _LATE: dict[type[Command], tuple[Reason, str]] = {
     Start: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
     Publish: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
@@ -429,13 +432,15 @@ def children_of_user(parent: int, uid: int) -> list[int]:
     return found
 
 
-def session_of(leader: int) -> list[int]:
-    """Processes in the session that `leader` began, itself left out."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != leader:
-            with contextlib.suppress(OSError, IndexError):
-                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[3]) == leader:
-                    found.append(int(name))
-    return found
+def family_of(leader: int) -> set[int]:
+    """Processes in the session that `leader` began, and all that it or one of those has started; itself left out."""
+    relations = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            relations[int(name)] = {int(fields[1]), int(fields[3])}  # its parent and its session
+    family, more = {leader}, {leader}
+    while more:
+        more = {pid for pid, others in relations.items() if others & family} - family
+        family |= more
+    return family - {leader}

@@ -27,7 +27,7 @@ def relieve_host(brokers: Iterable[Broker], short_bytes: int, worth: Callable[[s
     here = {name: (broker, it) for broker in all_of_them for name, it in broker.instances.items()}.values()
     memory = all_of_them[0].memory
     host = memory.ledger.host
-    going = (i for b, i in here if i.name in b.moves and i.state in {State.WARM, State.STOPPING})
+    going = (i for b, i in here if i.name in b.moves and (i.going is State.COLD or i.state is State.STOPPING))
     coming_bytes = sum(host.held_bytes(instance.name, Kind.PROCESS) for instance in going)
     if coming_bytes < short_bytes:
         coming_bytes += memory.arena.give_up(short_bytes - coming_bytes, worth)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
-
-import psutil
 
 from omnimodel.agent.instance import Instance
 from omnimodel.errors import ProcessError, Reason
@@ -49,10 +46,10 @@ async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: M
     """
     seconds = instance.limits.drain_seconds + _MARGIN_SECONDS
     if await _may_sleep(instance, process, memories):
-        held = await _bytes(process, memories)
+        held = await _bytes(instance, process, memories)
         reply = await process.command(Evict(sleep=True), (), seconds + SLEEP_SECONDS)
         most = {name: int(held_bytes * ASLEEP_SHARE) for name, held_bytes in held.items()}
-        left = await _settled(process, memories, most)
+        left = await _settled(instance, process, memories, most)
         kept = next((name for name in left if left[name] > most[name]), None)
         if reply.values.get("asleep") is not True:
             instance.sleepless = "it did not fall asleep"
@@ -62,7 +59,7 @@ async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: M
             instance.asleep, instance.asleep_bytes = True, left
             return "its server sleeps"
     await process.command(Evict(), (), seconds)
-    left = await _settled(process, memories, {})
+    left = await _settled(instance, process, memories, {})
     if left_bytes := sum(left.values()):
         raise ProcessError(
             instance.subject,
@@ -70,7 +67,18 @@ async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: M
             "see its log for what it leaves in the background",
             reason=Reason.EVICT_TIMEOUT,
         )
-    return f"its server was stopped: {instance.sleepless}" if instance.sleepless else "its server was stopped"
+    why = _why_sleepless(instance)
+    return f"its server was stopped: {why}" if why else "its server was stopped"
+
+
+def _why_sleepless(instance: Instance) -> str:
+    """Why a server is stopped where others sleep: one whose wake nobody could check is not put to sleep.
+
+    Some wake with other weights and call themselves healthy. Source: vllm-project/vllm#29341.
+    """
+    if instance.sleepless or instance.spec["engine"] not in SLEEPERS or instance.spec["probe"]:
+        return instance.sleepless
+    return "without a probe in its manifest nobody could tell whether it wakes as it was"
 
 
 async def check_woken(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> None:
@@ -80,7 +88,7 @@ async def check_woken(instance: Instance, process: ModelProcess, memories: Seque
         ProcessError: it has more of a device than that, which nobody has set aside.
     """
     granted_bytes = instance.working_bytes
-    for name, held_bytes in (await _bytes(process, memories)).items():
+    for name, held_bytes in (await _bytes(instance, process, memories)).items():
         if held_bytes > granted_bytes:
             where = "the device" if len(memories) == 1 else name
             raise ProcessError(
@@ -93,9 +101,9 @@ async def check_woken(instance: Instance, process: ModelProcess, memories: Seque
 
 async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> bool:
     """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights."""
-    if instance.spec["engine"] not in SLEEPERS or instance.sleepless:
+    if instance.spec["engine"] not in SLEEPERS or _why_sleepless(instance):
         return False
-    held = await _bytes(process, memories)
+    held = await _bytes(instance, process, memories)
     if len(held) < len(memories) or not all(held.values()):  # a driver that does not see it awake cannot say it sleeps
         return False
     source = instance.prepared.source if instance.prepared else None
@@ -110,31 +118,30 @@ def _weights_bytes(source: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-async def _settled(process: ModelProcess, memories: Sequence[DeviceMemory], most: Mapping[str, int]) -> dict[str, int]:
+async def _settled(
+    instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory], most: Mapping[str, int]
+) -> dict[str, int]:
     """What a process and its children have on each device, once it is as little as that, or after a while."""
     deadline = time.monotonic() + _SETTLED_SECONDS
     while True:
-        left = await _bytes(process, memories)
+        left = await _bytes(instance, process, memories)
         if all(left_bytes <= most.get(name, 0) for name, left_bytes in left.items()) or time.monotonic() > deadline:
             return left
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _bytes(process: ModelProcess, memories: Sequence[DeviceMemory]) -> dict[str, int]:
+async def _bytes(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> dict[str, int]:
     """What the driver says that a process and its children have on each device that it tells of."""
 
     def measure() -> dict[str, int]:
         meters = {memory.device.name: memory.device.meter for memory in memories}
         told = {name: meter.process_bytes() for name, meter in meters.items() if meter is not None}
-        tree = _tree(process)
-        return {name: sum(held.get(pid, 0) for pid in tree) for name, held in told.items()}
+        pids = process.pids()
+        holders.update(pid for held in told.values() for pid in pids & held.keys())
+        return {name: sum(held.get(pid, 0) for pid in pids) for name, held in told.items()}
 
-    return await asyncio.to_thread(measure)
-
-
-def _tree(process: ModelProcess) -> set[int]:
-    """The pids of a process and of all that it has started, which are in its group where it has one."""
-    pids = {process.pid, *process.group.pids()}
-    with suppress(psutil.NoSuchProcess):
-        pids.update(child.pid for child in psutil.Process(process.pid).children(recursive=True))
-    return pids
+    holders: set[int] = set()
+    found = await asyncio.to_thread(measure)
+    if instance.process is process:
+        instance.device_pids |= holders
+    return found

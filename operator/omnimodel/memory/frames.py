@@ -122,11 +122,15 @@ class FramePool:
         """
         await _to_its_end(self._bring_into_line(worth))
 
-    async def _bring_into_line(self, worth: Callable[[str], float]) -> None:
+    async def give_way(self, worth: Callable[[str], float] = _worthless) -> None:
+        """Destroy frames that stand in the way of working memory; see `make_room`."""
+        await _to_its_end(self._bring_into_line(worth, make=False))
+
+    async def _bring_into_line(self, worth: Callable[[str], float], *, make: bool = True) -> None:
         async with self._changing:
             if surplus := self.account.surplus_frames():
                 await self._destroy(list(islice(self._by_worth(worth), surplus)))
-            if missing := self.account.missing_frames():
+            if make and (missing := self.account.missing_frames()):
                 await self._create(missing)
 
     async def create_ahead(self, count: int) -> None:
@@ -327,10 +331,13 @@ class FramePool:
         return len(apart)
 
     def forget(self, digest: str) -> None:
-        """Let free frames no longer count as holding parts of an image that is gone or was found damaged."""
-        for place in self._free():
+        """Let frames no longer count as holding parts of an image that is gone or was found damaged.
+
+        Those that somebody owns count so no more, either, once they are free.
+        """
+        for place in list(self._places.values()):
             if place.part is not None and place.part.digest == digest:
-                self._put(_Place(place.frame))
+                self._put(replace(place, part=None))
 
     async def close(self) -> None:
         """Destroy the free frames; owned ones are still mapped somewhere."""

@@ -97,7 +97,7 @@ class Stay:
         seconds: for how long it has had it.
         paid_seconds: what its wakes there have taken, beyond the first.
         restart_seconds: what it takes to start its process.
-        shunned: devices that have just had less memory for it than they should; it goes there only if no other can
+        shunned: devices that had less memory for it than they should, lately; it goes there only if no other can
             ever hold it.
     """
 

@@ -95,6 +95,10 @@ def calling(subject: str, doing: str) -> Iterator[None]:
             subject, f"{doing} ran out of memory", "raise resources.hostMemory", reason=Reason.OUT_OF_MEMORY
         ) from error
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device; torch need not be there
+            cure = "raise resources.deviceMemory, or ask for less at once"
+            problem = f"{doing} raised {_sentence(error)}"
+            raise OmniError(subject, problem, cure, reason=Reason.OUT_OF_MEMORY) from error
         raise HandlerError(subject, f"{doing} raised {_sentence(error)}", "correct the handler") from error
     except SystemExit as error:
         raise HandlerError(subject, f"{doing} ended the process (sys.exit)", "correct the handler") from error
