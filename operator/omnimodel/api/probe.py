@@ -193,7 +193,12 @@ class Probe(Part):
         default=None, description="How long the answer may take; 60s when left out.", examples=["60s"]
     )
     after_wake: Flag = Field(
-        default=False, description="Sent after every wake too, before the model counts as ready.", examples=[True]
+        default=False,
+        description=(
+            "Sent after every wake too, before the model counts as ready. A server that has slept (`vllm`, `sglang`) is "
+            "asked anyway, and without a probe it is stopped instead."
+        ),
+        examples=[True],
     )
     rules = (
         Rule(
