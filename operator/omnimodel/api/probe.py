@@ -195,8 +195,8 @@ class Probe(Part):
     after_wake: Flag = Field(
         default=False,
         description=(
-            "Sent after every wake too, before the model counts as ready. A server that has slept (`vllm`, `sglang`) is "
-            "asked anyway, and without a probe it is stopped instead."
+            "Sent after every wake too, before the model counts as ready. A server that has slept (`vllm`, `sglang`) "
+            "is asked anyway, and without a probe it is stopped instead."
         ),
         examples=[True],
     )
