@@ -68,6 +68,17 @@ def test_the_first_line_says_ready_and_where(up: Up) -> None:
     assert value(up, "one") == 6.0
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
+def test_without_a_driver_nothing_of_cuda_is_loaded_while_it_serves(up: Up) -> None:
+    up.ready()
+    assert value(up, "one") == 6.0
+    mapped = Path(f"/proc/{up.process.pid}/maps").read_text()
+    assert "libpython" in mapped or "python3" in mapped
+    assert "/cuda/bindings/" not in mapped
+    for pid in (up.process.pid, *(process.pid for process in up.descendants())):
+        assert "libcuda.so" not in Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_every_line_of_stdout_is_a_json_object(up: Up) -> None:
     until(lambda: len(up.lines) > 1, "an event")
     assert all(isinstance(json.loads(line), dict) for line in list(up.lines))
