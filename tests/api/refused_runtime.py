@@ -147,6 +147,60 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
             "runtime.command: does not say where the program takes its address; write {port} or {socket} there, such as --port {port}",
         ],
     ),
+    *(
+        (
+            f"shell command {words}",
+            {"runtime": {"engine": "command", "command": ["bash", "-c", f"{words} exec prog --port {{port}}"]}},
+            [f"runtime.command[2]: {problem}"],
+        )
+        for words, problem in (
+            (
+                "CUDA_VISIBLE_DEVICES=1 LD_PRELOAD=/x API_KEY=hunter2",
+                "'CUDA_VISIBLE_DEVICES=1': CUDA_VISIBLE_DEVICES pins the model to devices by index and breaks isolation; remove it; spec.resources.devices says how many",
+            ),
+            (
+                "export LD_PRELOAD=/x;",
+                "'LD_PRELOAD=/x': LD_PRELOAD changes what the process loads and breaks isolation; remove it; spec.runtime.environment.requirements brings libraries",
+            ),
+            (
+                "API_KEY=hunter2",
+                "has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
+            ),
+            ("SERVER_PORT=8080", "'SERVER_PORT=8080': is a fixed port; write {port}: the system assigns ports"),
+        )
+    ),
+    (
+        "command env",
+        {"runtime": {"engine": "command", "command": ["env", "OMP_NUM_THREADS=4", "prog", "{port}"]}},
+        [
+            "runtime.command[1]: 'OMP_NUM_THREADS=4': OMP_NUM_THREADS belongs to the system; write spec.runtime.threads",
+        ],
+    ),
+    (
+        "command quoted twice",
+        {"runtime": {"engine": "command", "command": ["bash -c 'cd x; HOME=/y exec prog {port}'"]}},
+        ["runtime.command[0]: 'HOME=/y': HOME belongs to the sandbox; remove it"],
+    ),
+    (
+        "args of a command env",
+        {
+            "runtime": {
+                "engine": "command",
+                "command": ["env"],
+                "args": ["CUDA_MPS_PIPE_DIRECTORY=/x", "prog", "{port}"],
+            }
+        },
+        [
+            "runtime.args[0]: 'CUDA_MPS_PIPE_DIRECTORY=/x': CUDA_MPS_PIPE_DIRECTORY pins the model to devices by index and breaks isolation; remove it; spec.resources.devices says how many",
+        ],
+    ),
+    (
+        "args of a command secret",
+        {"runtime": {"engine": "command", "command": ["env"], "args": ["HF_TOKEN=hunter2", "prog", "{port}"]}},
+        [
+            "runtime.args[0]: has a secret in clear text, and argv is readable by others; pass it in spec.runtime.env as NAME: {secretKeyRef: {name: NAME, key: KEY}}",
+        ],
+    ),
     (
         "command missing",
         {"runtime": {"engine": "command"}},

@@ -54,6 +54,8 @@ LATER = {
     "model: probe no body", "model: probe both", "model: probe at alone", "model: probe two matchers",
     "model: probe near", "model: probe regex", "model: probe base64",
     "model: args --gpu-mem 0.9", "model: args -tp 2", "model: args --hf-token hf_abcdefghijklmnopqrstuvwx",
+    "model: command env", "model: command quoted twice",
+    "model: args of a command env", "model: args of a command secret",
     "model: command fixed port", "model: command no port", "model: api key flag",
     "model: env both refs", "model: env value", "model: handler syntax",
     "model: null spec section", "model: null", "model: memory None", "pool: pool memory None",
@@ -64,7 +66,9 @@ HALF = {"model: probe no at"}
 
 def is_later(name: str) -> bool:
     """Whether a condition says it, not the API server."""
-    return name in LATER or (name.startswith(("model: env ", "model: option ")) and name != "model: env list")
+    return name in LATER or (
+        name.startswith(("model: env ", "model: option ", "model: shell command ")) and name != "model: env list"
+    )
 
 
 def rules(node: Any) -> Iterator[str]:

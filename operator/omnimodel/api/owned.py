@@ -122,7 +122,9 @@ SECRET_VALUE = re.compile(
     r"glpat-[\w-]{16,}|nvapi-[\w-]{16,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{30,}|xox[abprs]-[\w-]{10,}|"
     r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
+ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # a variable, as shells and `env` take it
 HARMLESS = {"", "none", "dummy", "empty", "null", "unused", "no-key", "not-needed", "a"}
+_PORT = re.compile(r"(^|_)PORT$", re.IGNORECASE)
 _REFERENCE = "write {name}: {{secretKeyRef: {{name: NAME, key: KEY}}}}"
 
 
@@ -168,6 +170,10 @@ def _arguments(runtime: Runtime) -> Iterator[Violation]:
                 yield Violation(path, problem, ARGUMENTS[owned], token.split("=")[0])
                 break
             if runtime.engine == "command":
+                variable = _variable(token)
+                if variable:
+                    yield Violation(path, *variable, token)
+                    break
                 following = tokens[position + 1] if position + 1 < len(tokens) else _at(runtime.args, index + 1)
                 if _fixed_port(token, following):
                     yield Violation(path, "is a fixed port", "write {port}: the system assigns ports", line)
@@ -188,6 +194,10 @@ def _command(runtime: Runtime) -> Iterator[Violation]:
             following = _following(runtime.command, index, tokens, position)
             if owned in IN_COMMAND and not (owned == "device" and following in ("cpu", "cuda", "auto")):
                 yield Violation(path, f"--{owned} belongs to the system", ARGUMENTS[owned], token.split("=")[0])
+                break
+            variable = _variable(token)
+            if variable:
+                yield Violation(path, *variable, token)
                 break
             if _fixed_port(token, following):
                 yield Violation(path, "is a fixed port", "write {port}: the system assigns ports", token)
@@ -222,7 +232,7 @@ def _environment(runtime: Runtime) -> Iterator[Violation]:
                 yield Violation(path, "is a reference of another system", _REFERENCE.format(name=name), text)
             elif (SECRET_NAME.search(name) and text.lower() not in HARMLESS) or SECRET_VALUE.search(text):
                 yield Violation(path, "is a secret in clear text", _REFERENCE.format(name=name), secret=True)
-            elif re.search(r"(^|_)PORT$", name, re.IGNORECASE) and text.strip().isdecimal():
+            elif _PORT.search(name) and text.strip().isdecimal():
                 yield Violation(path, "is a fixed port", 'write "{port}": the system assigns ports', text)
 
 
@@ -236,8 +246,12 @@ def _tokens(line: str) -> list[str]:
         tokens = shlex.split(line)
     except ValueError:
         tokens = line.split()
-    # A shell's -c has a whole command line in one word.
-    return [part for token in tokens for part in (token.split() if " " in token and "-" in token else [token])]
+    # A shell's -c has a whole command line in one word, with ; between commands.
+    return [part for token in tokens for part in (_parts(token) if re.search("[-=]", token) else [token])]
+
+
+def _parts(token: str) -> list[str]:
+    return token.replace(";", " ").split() if re.search(r"[\s;]", token) else [token]
 
 
 def _at(lines: list[str], index: int) -> str:
@@ -249,6 +263,15 @@ def _following(lines: list[str], index: int, tokens: list[str], position: int) -
     if "=" in tokens[position]:
         return tokens[position].split("=", 1)[1]
     return tokens[position + 1] if position + 1 < len(tokens) else _at(lines, index + 1)
+
+
+def _variable(token: str) -> tuple[str, str] | None:
+    """What is wrong with a word that sets a variable for a program, and what to write; `path=` is not PATH there."""
+    found = ASSIGNMENT.fullmatch(token)
+    if found is None:
+        return None
+    wrong = (rule for rule in ENVIRONMENT if re.fullmatch(rule[0], found[1]))
+    return next(((f"{found[1]} {problem}", cure) for _, problem, cure in wrong), None)
 
 
 def _owned(token: str, *, short: bool = True) -> str:
@@ -266,6 +289,9 @@ def _owned(token: str, *, short: bool = True) -> str:
 
 
 def _fixed_port(token: str, following: str) -> bool:
+    variable = ASSIGNMENT.fullmatch(token)
+    if variable:
+        return bool(_PORT.search(variable[1])) and variable[2].isdecimal()
     name, separator, value = token.lstrip("-").partition("=")
     if not token.startswith("-"):
         return False
@@ -281,5 +307,5 @@ def _is_secret(token: str, following: str) -> bool:
     if SECRET_VALUE.search(token):
         return True
     name = token.lstrip("-").split("=", 1)[0]
-    named = token.startswith("-") and SECRET_NAME.search(name.replace("-", "_"))
+    named = (token.startswith("-") or ASSIGNMENT.fullmatch(token)) and SECRET_NAME.search(name.replace("-", "_"))
     return bool(named) and following.lower() not in HARMLESS and not following.startswith(("-", "{", "$", "/"))

@@ -249,8 +249,8 @@ def _harmless() -> str:
 
 
 def _words(line: str) -> str:
-    """The words of a line; quotes are those of a shell."""
-    return f"""{line}.replace('"', '').replace("'", '').split(' ').filter(w, w != '')"""
+    """The words of a line; quotes are those of a shell, and so is what ends a command."""
+    return f"""{line}.replace('"', '').replace("'", '').replace(';', ' ').split(' ').filter(w, w != '')"""
 
 
 def _lines(field: str) -> str:
@@ -274,15 +274,26 @@ def _lines(field: str) -> str:
         f"{value}.matches('^[0-9]{{2,5}}$') || {bare}.matches('^--?(bind|listen|address)$') && "
         f"{value}.matches('^[^ ]*:[0-9]{{2,5}}$'))"
     )
+    fixed = f"({fixed} || word.matches('(?i)^([a-z_][a-z0-9_]*_|_)?PORT=[0-9]+$'))"
     if argument:
         fixed = f"variables.engine == 'command' && {fixed}"
     secret_name = _matches(f"{bare}.replace('-', '_')", f"(?i){owned.SECRET_NAME.pattern}")
+    named = f"(word.startsWith('-') || word.matches('^[A-Za-z_][A-Za-z0-9_]*=')) && {secret_name}"
     secret = (
-        f"{_matches('word', owned.SECRET_VALUE.pattern)} || word.startsWith('-') && {secret_name} && "
+        f"{_matches('word', owned.SECRET_VALUE.pattern)} || {named} && "
         f"!({value}.lowerAscii() in {_harmless()}) && !{value}.matches('^[-{{$/]')"
     )
+    sets = "word.contains('=') && !word.startsWith('-')" + (" && variables.engine == 'command'" if argument else "")
+    variables = [
+        (
+            f"{sets} && {_matches('word', f'^({pattern})=')}",
+            f"': ' + word.split('=')[0] + {_literal(f' {problem}; {cure}')}",
+        )
+        for pattern, problem, cure in owned.ENVIRONMENT
+    ]
     case = _found(
         (f"{ours}.size() > 0", belongs),
+        *variables,
         (fixed, _sentence("is a fixed port", "write {port}: the system assigns ports")),
         (secret, _sentence("has a secret in clear text, and argv is readable by others", owned.in_env())),
     )
