@@ -5,7 +5,33 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from api.builders import SGLANG, VLLM
+
+DEVICES = "write spec.resources.devices, a count; which ones is the system's choice"
+PORT = "remove it: the system assigns ports and addresses"
+SPELT: list[tuple[str, str, str, str]] = [
+    ("vllm", "-tp=2", "tensor-parallel-size", DEVICES),
+    ("vllm", "-pp 2", "pipeline-parallel-size", DEVICES),
+    ("vllm", "-p 2", "pipeline-parallel-size", DEVICES),
+    ("vllm", "-dp 2", "data-parallel-size", DEVICES),
+    ("vllm", "--po=1", "port", PORT),
+    ("vllm", "--ud /x", "uds", PORT),
+    ("sglang", "--tp 2", "tp", DEVICES),
+    ("sglang", "--pp=2", "pp", DEVICES),
+    ("sglang", "--dp 2", "dp", DEVICES),
+    ("sglang", "--ho ::", "host", PORT),
+    ("sglang", "--b 1", "base-gpu-id", DEVICES),
+]
+ENGINES: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": {**SGLANG, "task": "text-generation"}}
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
+    *(
+        (
+            f"spelt {engine} {line}",
+            {"runtime": {**ENGINES[engine], "args": [line]}},
+            [f"runtime.args[0]: '{line.replace('=', ' ').split()[0]}': --{owned} belongs to the system; {cure}"],
+        )
+        for engine, line, owned, cure in SPELT
+    ),
     (
         "dtype",
         {"runtime__dtype": "bf16"},

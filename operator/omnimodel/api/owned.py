@@ -42,10 +42,13 @@ ARGUMENTS: dict[str, str] = {
     "tensor-split": _DEVICES,
     "tensor-parallel-size": _DEVICES,
     "tp-size": _DEVICES,
+    "tp": _DEVICES,
     "pipeline-parallel-size": _DEVICES,
     "pp-size": _DEVICES,
+    "pp": _DEVICES,
     "data-parallel-size": _DEVICES,
     "dp-size": _DEVICES,
+    "dp": _DEVICES,
     "enable-sleep-mode": _SLEEP,
     "enable-memory-saver": _SLEEP,
     "enable-weights-cpu-backup": _SLEEP,
@@ -68,6 +71,10 @@ SHORT: dict[str, str] = {
     "-hf": "hf-repo",
     "-hfr": "hf-repo",
     "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-p": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-d": "data-parallel-size",
     "-mg": "main-gpu",
     "-dev": "device",
 }
@@ -81,7 +88,9 @@ IN_COMMAND = (
     "main-gpu",
     "base-gpu-id",
 )
-ABBREVIATION = 4  # argparse accepts --gpu-mem for --gpu-memory-utilization
+# The parser of an engine (argparse) takes any beginning of an option for it, and refuses one that could be several.
+# Whether that of a program does nobody knows: there it takes so many letters, as in --gpu-mem.
+ABBREVIATION = 4
 WHOLE = ("mode",)  # options of their own that are the beginning of an owned one
 
 ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
@@ -164,7 +173,7 @@ def _arguments(runtime: Runtime) -> Iterator[Violation]:
         path = (*PATH, "args", index)
         tokens = _tokens(line)
         for position, token in enumerate(tokens):
-            owned = _owned(token)
+            owned = _owned(token, least=ABBREVIATION if runtime.engine == "command" else 1)
             if owned and (runtime.engine != "command" or owned in IN_COMMAND):
                 problem = f"--{owned} belongs to the system"
                 yield Violation(path, problem, ARGUMENTS[owned], token.split("=")[0])
@@ -274,16 +283,17 @@ def _variable(token: str) -> tuple[str, str] | None:
     return next(((f"{found[1]} {problem}", cure) for _, problem, cure in wrong), None)
 
 
-def _owned(token: str, *, short: bool = True) -> str:
-    """The owned option that a token is, in any spelling; empty for none."""
+def _owned(token: str, *, short: bool = True, least: int = ABBREVIATION) -> str:
+    """The owned option that a token is, in any spelling, or begins with so many letters; empty for none."""
     if not token.startswith("-") or re.fullmatch(r"-[0-9.]+", token):
         return ""
-    if short and token in SHORT:
-        return SHORT[token]
-    name = token.lstrip("-").split("=", 1)[0].replace("_", "-").lower()
+    word = token.split("=", 1)[0]
+    if short and word in SHORT:
+        return SHORT[word]
+    name = word.lstrip("-").replace("_", "-").lower()
     if name in ARGUMENTS:
         return name
-    if token.startswith("--") and len(name) >= ABBREVIATION and name not in WHOLE:
+    if token.startswith("--") and len(name) >= least and name not in WHOLE:
         return next((known for known in ARGUMENTS if known.startswith(name)), "")
     return ""
 

@@ -258,12 +258,14 @@ def _lines(field: str) -> str:
     lines = f"variables.{field}"
     argument = field == "args"
     plain = "word.split('=')[0].replace('_', '-').lowerAscii()"
+    least = f"(variables.engine == 'command' ? {owned.ABBREVIATION} : 1)" if argument else str(owned.ABBREVIATION)
     begun = (
-        f"(word.startsWith('--') && {plain}.size() >= {owned.ABBREVIATION + 2} && !({plain}.substring(2) in "
+        f"(word.startsWith('--') && {plain}.size() >= {least} + 2 && !({plain}.substring(2) in "
         f"{_literal(owned.WHOLE)}) ? variables.owned.map(k, k).filter(k, k.startsWith({plain}.substring(2))) : [])"
     )
     exact = f"(word.startsWith('--') && {plain}.substring(2) in variables.owned ? [{plain}.substring(2)] : {begun})"
-    names = f"(word in variables.short ? [variables.short[word]] : {exact})" if argument else exact
+    short = "word.split('=')[0]"
+    names = f"({short} in variables.short ? [variables.short[{short}]] : {exact})" if argument else exact
     ours = f"{names}.filter(o, o in {_literal(owned.IN_COMMAND)}"
     ours += " || variables.engine != 'command')" if argument else " && o != 'device')"
     belongs = f"': --' + {ours}[0] + ' belongs to the system; ' + variables.owned[{ours}[0]]"

@@ -77,9 +77,10 @@ address that the system assigns, and `{{{{ name }}}}`, `{{{{ namespace }}}}`, `{
 ## What the system says itself
 
 These arguments of engines `llamacpp`, `vllm` and `sglang` are refused in any spelling (`--a-b`, `--a_b`, `--a=b`,
-`"--a b"`), and fixed ports, keys and device indices in the `command` and `args` of any program too. Nor does a
-command line set what `env` may not: words such as `CUDA_VISIBLE_DEVICES=1`, `LD_PRELOAD=FILE`, `API_KEY=TEXT` or
-`PORT=8080` before a program, or after `env`, are refused for the same reasons.
+`"--a b"`, `-tp`), and so are beginnings that their parsers would take for one of them (`--tensor-par`). Fixed ports,
+keys and device indices are refused in the `command` and `args` of any program too. Nor does a command line set what
+`env` may not: words such as `CUDA_VISIBLE_DEVICES=1`, `LD_PRELOAD=FILE`, `API_KEY=TEXT` or `PORT=8080` before a
+program, or after `env`, are refused for the same reasons.
 
 @ARGUMENTS@
 ## Options of engines
