@@ -10,6 +10,7 @@ import pytest
 
 from omnimodel.agent import accounting
 from omnimodel.agent.accounting import Accounting
+from omnimodel.agent.history import History
 from omnimodel.agent.instance import State
 from omnimodel.errors import ProcessError
 from omnimodel.memory.ledger import Kind, Ledger
@@ -20,7 +21,8 @@ MIB = 1 << 20
 def model(name: str, private_bytes: int, state: State = State.WARM) -> SimpleNamespace:
     """What is asked of an instance."""
     process = SimpleNamespace(private_bytes=lambda: private_bytes)
-    return SimpleNamespace(name=name, process=process, state=state, private_bytes=0)
+    line, history = SimpleNamespace(busy=False, changed=lambda: None), History()
+    return SimpleNamespace(name=name, process=process, state=state, private_bytes=0, line=line, history=history)
 
 
 @pytest.fixture
@@ -74,6 +76,28 @@ async def test_beside_a_device_with_memory_of_its_own_it_is_held_on_the_host(led
     accounts, _ = kept(ledger, resident, on_host=False)
     await accounts.measure(resident)
     assert ledger.host.held_bytes("default/a", Kind.PROCESS) == 50 * MIB
+
+
+async def test_what_a_process_holds_at_rest_is_remembered_and_no_small_change_of_it(ledger):
+    held, news = [], []
+    idle = model("default/a", 0, State.RESIDENT)
+    idle.line.changed = lambda: news.append(idle.history.idle_bytes // MIB)
+    accounts, _ = kept(ledger, idle)
+    for state, busy, private_mib in (
+        (State.RESIDENT, True, 90),  # it computes
+        (State.RESIDENT, False, 50),  # the first that is known
+        (State.RESIDENT, False, 70),  # it may keep there what it computed with
+        (State.EVICTING, False, 60),
+        (State.WARM, False, 30),
+        (State.WARM, False, 33),
+        (State.WARM, False, 45),
+    ):
+        idle.state, idle.line.busy, held_bytes = state, busy, private_mib * MIB
+        idle.process.private_bytes = lambda held_bytes=held_bytes: held_bytes
+        await accounts.measure(idle)
+        held.append(idle.history.idle_bytes // MIB)
+    assert held == [0, 50, 50, 50, 30, 30, 45]
+    assert news == [50, 30, 45]
 
 
 async def test_one_process_that_cannot_be_measured_does_not_end_the_measuring(ledger, monkeypatch):

@@ -166,6 +166,7 @@ def test_objects_have_what_scripts_rely_on(up: Up) -> None:
     assert entry["wakes"] >= 1
     assert model["status"]["footprint"]["weightsBytes"] > 0
     assert model["status"]["footprint"]["workingBytes"] > 0
+    until(lambda: up.client.model("default", "one")["status"]["footprint"].get("privateBytes"), "it to be seen idle")
 
 
 def test_wake_and_evict_move_the_tier(up: Up) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from omnimodel.api import ModelStatus, PoolStatus, ProcessStatus
-from omnimodel.controllers.status import Refusal, model_status, pod_entry, pool_report, pool_status, process_status
+from omnimodel.controllers.agent_kubernetes_status import transition
+from omnimodel.controllers.status import (
+    Refusal,
+    entry_report,
+    footprint,
+    model_status,
+    pod_entry,
+    pool_report,
+    pool_status,
+    process_status,
+    residency_entry,
+)
 from omnimodel.errors import CURES, OmniError, Reason, advised
 from omnimodel.placement.assignment import Finding
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport
@@ -150,6 +161,17 @@ def test_residency_and_footprint_have_what_scripts_rely_on() -> None:
     assert {key: entry[key] for key in ("tier", "deviceBytes", "pid", "wakes", "lastWakeSeconds", "requests")} == {
         "tier": "resident", "deviceBytes": 120, "pid": 4711, "wakes": 2, "lastWakeSeconds": 0.02, "requests": 7,
     }  # fmt: skip
+
+
+def test_private_memory_is_said_once_somebody_has_seen_the_model_idle() -> None:
+    idle = replace(SERVING, idle_bytes=16)
+    status = status_of(idle)
+    ModelStatus.model_validate(status)
+    assert status["footprint"] == {"weightsBytes": 100, "workingBytes": 20, "privateBytes": 16}
+    entries = [residency_entry("gpu-0", SERVING), residency_entry("gpu-1", idle)]
+    assert "privateBytes" not in entries[0]
+    assert footprint([entry_report("default", "a", entry) for entry in entries]) == status["footprint"]
+    assert transition(idle) != transition(SERVING), "and it is written"
 
 
 def test_pool_has_what_scripts_rely_on() -> None:

@@ -129,7 +129,7 @@ class Agents:
                 continue
             report = ModelReport(
                 namespace, key, generation, "warm" if ready else "cold", "idle" if ready else "publishing", ready=ready,
-                weights_bytes=self.size_bytes // 2, working_bytes=self.size_bytes // 2,
+                weights_bytes=self.size_bytes // 2, working_bytes=self.size_bytes // 2, idle_bytes=5 << 20,
             )  # fmt: skip
             report = replace(report, **self.reports.get((name, key), {}))
             status = {"residency": [residency_entry(name, report, uid)]}

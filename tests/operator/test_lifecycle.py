@@ -59,7 +59,11 @@ async def test_the_catalogue_becomes_pods_and_processes_and_is_ready(world: Worl
         assert process["spec"]["pods"] == ["default-0"]
         assert process["metadata"]["ownerReferences"][0]["uid"] == world.see(MODELS, name)["metadata"]["uid"]
         found = world.see(MODELS, name)
-        assert found["status"]["footprint"] == {"weightsBytes": 32 << 20, "workingBytes": 32 << 20}
+        assert found["status"]["footprint"] == {
+            "weightsBytes": 32 << 20,
+            "workingBytes": 32 << 20,
+            "privateBytes": 5 << 20,
+        }
         # Nothing of the user's object is the operator's but its status.
         for entry in (await world.kube.get(MODELS, name, world.namespace))["metadata"]["managedFields"]:
             assert entry["manager"] == "person" or entry.get("subresource") == "status", entry

@@ -75,7 +75,7 @@ class Accounting:
 
     async def measure(self, instance: Instance) -> None:
         """Note the private memory of one process; where the device is host memory, what it was granted covers it."""
-        process = instance.process
+        process, busy = instance.process, instance.line.busy
         if process is None:
             return
         try:
@@ -85,6 +85,10 @@ class Accounting:
         if instance.process is not process:
             return
         instance.private_bytes = private_bytes
+        # Beside frames on the device it may keep what it computed with, until it leaves.
+        at_rest = instance.state is State.WARM or (instance.state is State.RESIDENT and not instance.history.idle_bytes)
+        if at_rest and not busy and not instance.line.busy and instance.history.note_idle(private_bytes):
+            instance.line.changed()
         on_device = instance.state in {State.RESIDENT, State.FROZEN, State.WAKING, State.EVICTING}
         covered = on_device and self._memory.device.on_host
         self._hold_on_host(instance.name, Kind.PROCESS, 0 if covered else private_bytes)

@@ -74,6 +74,7 @@ def instance_report(instance: Instance, memories: Sequence[DeviceMemory]) -> Mod
         message=instance.message,
         weights_bytes=instance.prepared.image_bytes if instance.prepared else 0,
         working_bytes=instance.working_bytes * instance.spread.count if instance.measured else 0,
+        idle_bytes=instance.history.idle_bytes,
         device_bytes=sum(device_bytes for device_bytes, _ in held),
         host_bytes=held[0][1],
         waiting=sum(not waiter.system for waiter in instance.line.waiting),

@@ -46,6 +46,9 @@ class ResidencyEntry(Observed):
     )
     weights_bytes: ByteCount = Field(default=0, description="Bytes of its image, as measured.", examples=[269484032])
     working_bytes: ByteCount = Field(default=0, description="Working memory at its peak.", examples=[67108864])
+    private_bytes: ByteCount = Field(
+        default=0, description="Private memory of its process when idle; 0 while unknown.", examples=[16777216]
+    )
     pid: Counter = Field(default=0, description="Its process; 0 for none.", examples=[4711])
     since: Time = Field(default="", description="When it came to this tier.", examples=["2026-11-29T12:00:00Z"])
     last_request: Time = Field(default="", description="When it was asked last.", examples=["2026-11-29T12:00:00Z"])
@@ -101,7 +104,7 @@ class Footprint(Observed):
     weights_bytes: ByteCount = Field(default=0, description="Bytes of its image.", examples=[269484032])
     working_bytes: ByteCount = Field(default=0, description="Working memory at its peak.", examples=[67108864])
     private_bytes: ByteCount = Field(
-        default=0, description="Private memory of its process when idle.", examples=[16777216]
+        default=0, description="Private memory of its process when idle; 0 while unknown.", examples=[16777216]
     )
 
 

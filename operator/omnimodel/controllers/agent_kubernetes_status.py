@@ -86,7 +86,7 @@ def transition(report: ModelReport) -> tuple[object, ...] | None:
     message = "" if report.ready else report.message
     return (
         report.tier, report.ready, phase, report.generation, report.reason, message, report.device_bytes,
-        report.weights_bytes, report.working_bytes, report.store, report.device,
+        report.weights_bytes, report.working_bytes, report.idle_bytes, report.store, report.device,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
 from omnimodel.controllers.decisions import rendered
 from omnimodel.controllers.kubernetes_pods import is_by
 from omnimodel.controllers.kubernetes_snapshot import Assigned, Status
-from omnimodel.controllers.status import Refusal, entry_report, model_status, spokesman
+from omnimodel.controllers.status import Refusal, entry_report, footprint, model_status, spokesman
 from omnimodel.errors import Reason
 from omnimodel.placement.assignment import Finding
 from omnimodel.placement.board import WAS_THERE
@@ -128,12 +128,9 @@ def decide_model(snapshot: ModelSnapshot) -> ModelDecision:
     )
     del status["residency"]
     status.pop("footprint", None)
-    weights = max((report.weights_bytes for report in reports), default=0)
-    working = max((report.working_bytes for report in reports), default=0)
-    if weights or working:
-        status["footprint"] = {"weightsBytes": weights, "workingBytes": working}
-    elif snapshot.status.get("footprint"):  # measured before; still the best guess
-        status["footprint"] = dict(snapshot.status["footprint"])
+    # What was measured before is still the best guess.
+    if measured := {**(snapshot.status.get("footprint") or {}), **footprint(reports)}:
+        status["footprint"] = measured
     if assigned.pods:
         status["assigned"] = _assigned(assigned, snapshot.status)
     remarks = tuple((str(note.reason), note.message) for note in assigned.notes if note.reason == Reason.TOO_FEW_PODS)

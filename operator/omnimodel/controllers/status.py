@@ -172,10 +172,20 @@ def model_status(
         status["servedNames"] = list(served_names)
     if report is None:
         return status
-    if report.weights_bytes or report.working_bytes:
-        status["footprint"] = {"weightsBytes": report.weights_bytes, "workingBytes": report.working_bytes}
+    if measured := footprint([report]):
+        status["footprint"] = measured
     status["residency"].append(residency_entry(pod, report))
     return status
+
+
+def footprint(reports: Sequence[ModelReport]) -> dict[str, int]:
+    """Measured bytes of a model, the most of any agent; empty while nothing was measured."""
+    found = {
+        "weightsBytes": max((report.weights_bytes for report in reports), default=0),
+        "workingBytes": max((report.working_bytes for report in reports), default=0),
+    }
+    private = max((report.idle_bytes for report in reports), default=0)
+    return {**found, **({"privateBytes": private} if private else {})} if any(found.values()) else {}
 
 
 def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[str, Any]:
@@ -192,6 +202,7 @@ def residency_entry(pod: str, report: ModelReport, pod_uid: str = "") -> dict[st
         "hostBytes": report.host_bytes,
         "weightsBytes": report.weights_bytes,
         "workingBytes": report.working_bytes,
+        **({"privateBytes": report.idle_bytes} if report.idle_bytes else {}),
         "pid": report.process.pid if report.process else 0,
         "since": timestamp(report.since_seconds),
         "lastRequest": timestamp(report.last_request_seconds),
@@ -234,6 +245,7 @@ def entry_report(namespace: str, name: str, entry: Mapping[str, Any]) -> ModelRe
         message=str(entry.get("message", "")),
         weights_bytes=int(entry.get("weightsBytes", 0)),
         working_bytes=int(entry.get("workingBytes", 0)),
+        idle_bytes=int(entry.get("privateBytes", 0)),
     )
 
 

@@ -33,6 +33,7 @@ class ModelReport:
         ready: it serves, or can be woken.
         reason, message: a `Reason` and a sentence when it is not ready; otherwise why it has the tier it has.
         weights_bytes, working_bytes: the measured footprint; 0 while unknown.
+        idle_bytes: private memory of its process when it is idle, as measured; 0 while unknown.
         device_bytes, host_bytes: what it holds now, from the ledger.
         waiting, in_flight: requests.
         swaps: wakes and evictions by cause: `request`, `preload`, `check` (its known answer), `hand`, `room` (for
@@ -57,6 +58,7 @@ class ModelReport:
     message: str = ""
     weights_bytes: int = 0
     working_bytes: int = 0
+    idle_bytes: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
     waiting: int = 0
