@@ -26,7 +26,7 @@ def test_a_workstation_of_twenty_five_models() -> None:
     assert by_name["embedder"].spec.residency.keep_resident
     pool = catalog.pools[0]
     specs = {model.metadata.name: render(model, pool).spec for model in catalog.models}
-    assert specs["chat-02"].source == {"path": "/srv/gguf/oss-20b.gguf"}
+    assert specs["chat-02"].source["volume"]["path"] == "/srv/gguf/oss-20b.gguf"
     assert specs["chat-11"].residency.idle_after_seconds == 18_000
     assert specs["night"].residency.idle_after_seconds is None
     assert specs["night"].residency.priority == 0
@@ -59,7 +59,7 @@ def test_a_serving_resource_with_a_claim_and_a_large_shm() -> None:
     assert spec.limits.shm_bytes == 2 << 30
     assert (spec.threads, spec.limits.cpu_millis) == (4, 4000)
     assert spec.limits.load_deadline_seconds == 90
-    assert spec.source == {"path": "/volumes/weights/llama/vision"}
+    assert spec.source["volume"]["path"] == "/volumes/weights/llama/vision"
     assert spec.secret_env["HF_TOKEN"]["name"] == "hub"
     assert "not-a-real-one" not in str(spec.to_dict())
     assert "not-a-real-one" not in repr(catalog.configs)

@@ -126,6 +126,19 @@ answer['home'] = tried(lambda: os.listdir('/root'))
 
 
 @on_namespaces
+def test_a_path_that_became_a_link_out_of_its_volume_is_not_shown(host: Host, machine: Machine) -> None:
+    volume = host.root / "volume"
+    (volume / "inside").mkdir(parents=True)
+    (volume / "out").symlink_to(host.other)  # since the agent looked
+    volume.chmod(0o755)
+    mounts = [Mount(str(volume / name), "/shown", within=str(volume)) for name in ("inside", "out")]
+    assert done(attempt(machine, host.plan(mounts=(mounts[0],)), "answer['x'] = os.listdir('/shown')"))["x"] == []
+    outcome = attempt(machine, host.plan(mounts=(mounts[1],)), "answer['ran'] = True")
+    assert f"out cannot be shown at /shown: a symbolic link leads out of {volume}" in outcome.error
+    assert "ran" not in outcome.answer
+
+
+@on_namespaces
 def test_its_root_shows_nothing_but_what_it_needs(host: Host, machine: Machine) -> None:
     code = (
         "answer.update(root=sorted(os.listdir('/')), beside=os.listdir(os.path.dirname(image)), tmp=os.listdir('/tmp'))"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from omnimodel.agent.spawner import ProcessRequest, mounts_folder
+from omnimodel.agent.volumes import volume_folder, volume_path
 from omnimodel.errors import ProcessError
 from omnimodel.isolation import Level, Mount, SandboxPlan
 from omnimodel.memory.devices.cuda_driver import device_nodes, device_uuid
@@ -55,7 +56,7 @@ def serving_request(
     instance = f"{spec['model']['namespace']}.{spec['model']['name']}.{number}"
     mounts = [Mount(str(prepared.image.path), IMAGE_PATH)] if prepared.image else []
     if prepared.source is not None:
-        mounts.append(_source_mount(prepared.source))
+        mounts.append(_source_mount(spec, prepared.source))
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), prepared.source)
     request = _request(subject, spec, layout, instance, mounts, prepared.environment, memory_bytes)
     if tuple(devices) == ("host",):
@@ -80,7 +81,7 @@ def publishing_request(
 ) -> ProcessRequest:
     """The process that loads a model once and writes its image; `output` is all it can write."""
     instance = f"{spec['model']['namespace']}.{spec['model']['name']}.publish-{number}"
-    mounts = [_source_mount(source)]
+    mounts = [_source_mount(spec, source)]
     mounts += _prepared_mounts(subject, spec, mounts_folder(layout.run, instance), source)
     memory_bytes = int(psutil.virtual_memory().total * _PUBLISHING_SHARE)
     return _request(subject, spec, layout, instance, mounts, environment, memory_bytes, writable=(str(output),))
@@ -145,9 +146,14 @@ def _request(
     )
 
 
-def _source_mount(source: Path) -> Mount:
+def _source_mount(spec: Mapping[str, Any], source: Path) -> Mount:
     """A source that is one file keeps its name: the engine tells by it what the file is."""
-    return Mount(str(source), f"{SOURCE_PATH}/{source.name}" if source.is_file() else SOURCE_PATH)
+    return _shown(spec, source, f"{SOURCE_PATH}/{source.name}" if source.is_file() else SOURCE_PATH)
+
+
+def _shown(spec: Mapping[str, Any], source: Path, target: str) -> Mount:
+    volume = (spec.get("source") or {}).get("volume")
+    return Mount(str(source), target, within=volume_folder(volume) if volume else "")
 
 
 def _prepared_mounts(subject: str, spec: Mapping[str, Any], folder: Path, source: Path | None) -> list[Mount]:
@@ -158,7 +164,7 @@ def _prepared_mounts(subject: str, spec: Mapping[str, Any], folder: Path, source
     """
     try:
         with disk_errors(str(folder)):
-            return _mounts(spec["mounts"], folder, source, spec["identity"]["uid"])
+            return _mounts(subject, spec, folder, source)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -168,16 +174,18 @@ def _prepared_mounts(subject: str, spec: Mapping[str, Any], folder: Path, source
         raise
 
 
-def _mounts(mounts: Sequence[Mapping[str, Any]], folder: Path, source: Path | None, uid: int) -> list[Mount]:
+def _mounts(subject: str, spec: Mapping[str, Any], folder: Path, source: Path | None) -> list[Mount]:
     """Mounts of the manifest; inline files, config maps and secrets are written into `folder` first."""
-    made = []
-    for mount in mounts:
+    made, uid = [], spec["identity"]["uid"]
+    for mount in spec["mounts"]:
         origin = mount["source"]
         if origin is True:
             if source is not None:
-                made.append(Mount(str(source), mount["path"]))
+                made.append(_shown(spec, source, mount["path"]))
         elif "volume" in origin:
-            made.append(Mount(origin["volume"]["path"], mount["path"], read_only=mount["readOnly"]))
+            volume = origin["volume"]
+            place = volume_path(subject, volume, f"mount {mount['name']}")
+            made.append(Mount(str(place), mount["path"], mount["readOnly"], within=volume_folder(volume)))
         elif "empty" in origin:
             place = _folder(folder, mount["name"])
             if os.geteuid() == 0:

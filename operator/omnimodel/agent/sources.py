@@ -21,6 +21,7 @@ from omnimodel.agent.origins import Origins
 from omnimodel.agent.sealed import Sealed
 from omnimodel.agent.shared import SharedWork
 from omnimodel.agent.stored import Stored, touch, tree_bytes, tree_digest, used_seconds
+from omnimodel.agent.volumes import volume_path
 from omnimodel.errors import OmniError, Reason, SourceError
 from omnimodel.memory.disk import disk_errors, sync_folder, sync_tree, write_atomically
 
@@ -80,7 +81,7 @@ class Sources:
         """
         kind, spec = _kind(subject, source)
         if kind in {"path", "volume"}:
-            return await asyncio.to_thread(_local, subject, spec)
+            return await asyncio.to_thread(_local, subject, kind, spec)
         key = _key(kind, spec)
         found = await asyncio.to_thread(self._published.find, key) or await asyncio.to_thread(self._found, key)
         if found is not None:
@@ -239,8 +240,8 @@ def _what(marker: Path) -> str:
         return "not whole"
 
 
-def _local(subject: str, spec: Any) -> Path:
-    path = Path(spec if isinstance(spec, str) else spec["path"])
+def _local(subject: str, kind: str, spec: Any) -> Path:
+    path = volume_path(subject, spec, "spec.source.volume") if kind == "volume" else Path(spec)
     if not path.exists():
         raise SourceError(subject, f"its source {path} does not exist on this machine", "correct spec.source")
     if not os.access(path, os.R_OK):

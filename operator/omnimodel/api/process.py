@@ -86,7 +86,7 @@ class ProcessSpec(Part):
     task: str = Field(description="Task.")
     handler: ProcessHandler | None = Field(description="Class of engine python.")
     environment: ProcessEnvironment = Field(description="Python environment.")
-    source: dict[str, Any] = Field(description="As in the manifest; a volume is resolved to a path.")
+    source: dict[str, Any] = Field(description="As in the manifest; a volume has its path beside it.")
     args: list[str] = Field(description="Further arguments of a foreign engine.")
     command: list[str] = Field(description="argv of engine command; {port}, {socket} and {devices} are filled in.")
     env: dict[str, str] = Field(description="Environment, config maps resolved.")

@@ -122,7 +122,9 @@ class VolumeSource(Part):
 
     name: Label = Field(description="Name of one of the pool's volumes.", examples=["models"])
     sub_path: RelativePath | None = Field(
-        default=None, description="Path in the volume; the whole volume when left out.", examples=["llama/8b"]
+        default=None,
+        description="Path in the volume; the whole volume when left out. Symbolic links on it must stay in the volume.",
+        examples=["llama/8b"],
     )
 
 

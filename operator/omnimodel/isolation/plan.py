@@ -32,12 +32,14 @@ class Mount:
     Args:
         size_bytes: when not 0, `target` is an empty folder in memory of that size instead, where mounting is possible;
             below the level `namespaces` it is `source` itself, without a bound.
+        within: when not empty, a folder that `source` must not have left when it is opened: others can write there.
     """
 
     source: str
     target: str
     read_only: bool = True
     size_bytes: int = 0
+    within: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import PurePosixPath
 
 from omnimodel.errors import IsolationError
 from omnimodel.isolation import syscalls
@@ -112,13 +113,21 @@ def _open_sources(plan: SandboxPlan) -> list[tuple[int, Mount]]:
     opened: list[tuple[int, Mount]] = []
     for mount in shown(plan):
         try:
-            opened.append((os.open(mount.source, os.O_PATH | os.O_CLOEXEC), mount))
+            descriptor = os.open(mount.source, os.O_PATH | os.O_CLOEXEC)
         except OSError as error:
             raise IsolationError(
                 f"sandbox of {plan.instance}",
                 f"{mount.source} cannot be shown at {mount.target}: {error.strerror}",
                 "check that the path exists on this machine",
             ) from error
+        opened.append((descriptor, mount))
+        where = PurePosixPath(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if mount.within and not where.is_relative_to(mount.within):
+            raise IsolationError(
+                f"sandbox of {plan.instance}",
+                f"{mount.source} cannot be shown at {mount.target}: a symbolic link leads out of {mount.within}",
+                "put the files themselves there, or links that stay in it",
+            )
     return opened
 
 

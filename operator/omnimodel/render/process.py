@@ -290,6 +290,7 @@ def _served_names(model: OmniModel, granted: Sequence[str]) -> list[dict[str, An
 def _of_process(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What another process is needed for when it changes."""
     concerns = {key: value for key, value in spec.items() if key not in _NOT_THE_PROCESS}
+    concerns["source"] = _place(spec["source"])
     limits = {key: value for key, value in spec["limits"].items() if key not in _LIMITS_OF_AGENT}
     return {**concerns, "limits": limits}
 
@@ -300,7 +301,7 @@ def _published(spec: Mapping[str, Any]) -> dict[str, Any]:
     serving = () if own else _SERVING_OPTIONS
     code = bool(spec["environment"]["paths"])
     return {
-        "source": spec["source"],
+        "source": _place(spec["source"]),
         "engine": spec["engine"],
         "task": spec["task"],
         "handler": spec["handler"],
@@ -311,6 +312,11 @@ def _published(spec: Mapping[str, Any]) -> dict[str, Any]:
         # A handler whose code comes from a mount is another one when the mount is.
         "mounts": spec["mounts"] if own and code else [],
     }
+
+
+def _place(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A source in a volume is the same as one at its path."""
+    return {"path": source["volume"]["path"]} if "volume" in source else source
 
 
 def _hash(values: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from omnimodel.api import OmniModel, OmniPool
 from omnimodel.api.mounts import Mount, MountSource
 from omnimodel.api.references import KeyReference
+from omnimodel.api.source import VolumeSource
 from omnimodel.errors import ManifestError, Reason
 from omnimodel.quantity import parse_bytes
 
@@ -48,15 +49,14 @@ def secret_reference(model: OmniModel, config: Config, reference: KeyReference, 
 
 
 def resolve_source(model: OmniModel, pool: OmniPool) -> dict[str, Any]:
-    """The source as in the manifest, a volume of the pool resolved to its path.
+    """The source as in the manifest, a volume of the pool with its path beside it.
 
     Raises:
         ManifestError: the pool has no such volume.
     """
     source = model.spec.source
     if source.volume is not None:
-        path = volume_path(model, pool, source.volume.name, source.volume.sub_path, "spec.source.volume.name")
-        return {"path": path}
+        return _volume(model, pool, source.volume, "spec.source.volume.name")
     return source.to_dict()
 
 
@@ -74,6 +74,11 @@ def volume_path(model: OmniModel, pool: OmniPool, name: str, sub_path: str | Non
     raise ManifestError(
         model.subject, f"{name!r}: is no volume of {pool.subject}", cure, field=field, reason=Reason.SOURCE_NOT_FOUND
     )
+
+
+def _volume(model: OmniModel, pool: OmniPool, source: VolumeSource, field: str) -> dict[str, Any]:
+    path = volume_path(model, pool, source.name, source.sub_path, field)
+    return {"volume": {"name": source.name, "subPath": source.sub_path or "", "path": path}}
 
 
 def resolve_mounts(model: OmniModel, pool: OmniPool, config: Config) -> list[dict[str, Any]]:
@@ -116,9 +121,7 @@ def _mount_source(model: OmniModel, pool: OmniPool, config: Config, mount: Mount
     if not isinstance(source, MountSource):
         return True
     if source.volume is not None:
-        name, sub_path = source.volume.name, source.volume.sub_path
-        path = volume_path(model, pool, name, sub_path, f"{field}.volume.name")
-        return {"volume": {"name": name, "subPath": sub_path or "", "path": path}}
+        return _volume(model, pool, source.volume, f"{field}.volume.name")
     if source.config_map is not None:
         content = _object(model, config, "configmaps", source.config_map.name, f"{field}.configMap.name")
         return _files(content)
