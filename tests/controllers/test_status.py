@@ -182,6 +182,22 @@ def test_pool_has_what_scripts_rely_on() -> None:
     assert status["conditions"][0]["status"] == "True"
 
 
+@pytest.mark.parametrize("refusal", [None, Refusal(Reason.POOL_NOT_FOUND, "this machine serves another one")])
+def test_a_pool_that_nobody_serves_has_the_same_fields(refusal: Refusal | None) -> None:
+    arguments: dict[str, Any] = {"generation": 1, "models": 0, "refusal": refusal, "before": {}, "now_seconds": 1.0}
+    status = pool_status(report=None, **arguments)
+    PoolStatus.model_validate(status)
+    assert (status["budgetBytes"], status["residentBytes"], status["overcommitRatio"]) == (0, 0, 0.0)
+    assert status["isolation"] == {"level": "", "missing": []}
+    assert verdict(status)[0] == "False"
+
+
+def test_a_pool_that_is_refused_while_pods_of_it_run_says_what_they_hold() -> None:
+    refusal = Refusal(Reason.NOT_ALLOWED, "may not be read")
+    status = pool_status(generation=1, report=POOL, models=0, refusal=refusal, before={}, now_seconds=1.0)
+    assert (verdict(status)[0], status["budgetBytes"], status["isolation"]["level"]) == ("False", 1000, "namespaces")
+
+
 def test_stores_are_told_pod_by_pod_and_in_sum() -> None:
     entries = [
         pod_entry(f"gpu-{number}", replace(POOL, store_path="/stores/own", store_bytes=100, store_free_bytes=free))

@@ -155,7 +155,9 @@ class IsolationStatus(Observed):
     """The isolation that the pool reached."""
 
     level: Annotated[str, plain(32)] = Field(
-        default="", description="namespaces, landlock or process.", examples=["namespaces"]
+        default="",
+        description="namespaces, landlock or process; empty for a pool that nobody serves.",
+        examples=["namespaces"],
     )
     missing: list[Annotated[str, plain(512)]] = Field(
         default_factory=list, max_length=64, description="What it lacks.", examples=[["cgroup memory limits"]]

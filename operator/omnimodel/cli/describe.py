@@ -146,7 +146,7 @@ def _pool_lines(pool: Mapping[str, Any]) -> Iterator[str]:
         yield "Store:"
         yield f"  {store['path']}, {free} of {capacity} free"
     yield "Isolation:"
-    yield f"  level {isolation.get('level', '-')}"
+    yield f"  level {isolation.get('level') or '-'}"
     for missing in isolation.get("missing") or ():
         yield f"  lacks {missing}"
 

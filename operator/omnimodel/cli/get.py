@@ -129,7 +129,7 @@ def _pool_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         output.size(status.get("residentBytes")),
         output.size(status.get("freeBytes")),
         f"{float(status.get('overcommitRatio') or 0):.2f}",
-        str(isolation.get("level", "-")),
+        str(isolation.get("level") or "-"),
         output.size(status.get("hostBytes")),
         output.size(status.get("hostBudgetBytes")),
         str(status.get("models", 0)),

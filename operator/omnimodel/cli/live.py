@@ -45,7 +45,7 @@ def _memory(pool: Mapping[str, Any]) -> RenderableType:
     budget = int(status.get("budgetBytes") or 0)
     held = budget - int(status.get("freeBytes", budget))
     ratio = float(status.get("overcommitRatio") or 0)
-    isolation = (status.get("isolation") or {}).get("level", "-")
+    isolation = (status.get("isolation") or {}).get("level") or "-"
     line = Table.grid(padding=(0, 1))
     line.add_column(no_wrap=True)
     line.add_column(max_width=30)

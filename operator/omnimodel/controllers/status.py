@@ -406,7 +406,7 @@ def pool_status(
         else:
             wanted = _conditions("False", "Reconciling", "Starting", "its agent has not reported yet")
         conditions = condition_list(wanted, before.get("conditions", ()), generation, now_seconds)
-        return {"observedGeneration": generation, "conditions": conditions, "models": models}
+        return {"observedGeneration": generation, "conditions": conditions, "models": models, **_served(report)}
     if report.ready:
         wanted = _conditions("True", "", "Serving", report.message)
     else:
@@ -419,8 +419,7 @@ def pool_status(
         "devices": devices,
         "device": report.device,
         "models": models,
-        "budgetBytes": report.budget_bytes,
-        "residentBytes": report.resident_bytes,
+        **_served(report),
         "promisedBytes": report.promised_bytes,
         "workingBytes": report.working_bytes,
         "contextBytes": report.context_bytes,
@@ -430,10 +429,25 @@ def pool_status(
         "hostBytes": report.host_bytes,
         "arenaBytes": report.arena_bytes,
         "footprintBytes": report.footprint_bytes,
-        "overcommitRatio": round(report.footprint_bytes / report.budget_bytes, 3) if report.budget_bytes else 0.0,
-        "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
         "store": _store(report),
         **_per_device(report),
+    }
+
+
+def _served(report: PoolReport | None) -> dict[str, Any]:
+    """What a script finds in the status of every pool; one that nobody serves has no bytes, and no level."""
+    if report is None:
+        return {
+            "budgetBytes": 0,
+            "residentBytes": 0,
+            "overcommitRatio": 0.0,
+            "isolation": {"level": "", "missing": []},
+        }
+    return {
+        "budgetBytes": report.budget_bytes,
+        "residentBytes": report.resident_bytes,
+        "overcommitRatio": round(report.footprint_bytes / report.budget_bytes, 3) if report.budget_bytes else 0.0,
+        "isolation": {"level": report.isolation_level, "missing": list(report.isolation_missing)},
     }
 
 
