@@ -9,6 +9,7 @@ from api.builders import SGLANG, VLLM
 
 DEVICES = "write spec.resources.devices, a count; which ones is the system's choice"
 PORT = "remove it: the system assigns ports and addresses"
+FILE = "write its lines as spec.runtime.args: a file could say what the system says itself"
 SPELT: list[tuple[str, str, str, str]] = [
     ("vllm", "-tp=2", "tensor-parallel-size", DEVICES),
     ("vllm", "-pp 2", "pipeline-parallel-size", DEVICES),
@@ -21,6 +22,8 @@ SPELT: list[tuple[str, str, str, str]] = [
     ("sglang", "--dp 2", "dp", DEVICES),
     ("sglang", "--ho ::", "host", PORT),
     ("sglang", "--b 1", "base-gpu-id", DEVICES),
+    ("vllm", "--config /x.yaml", "config-file", FILE),
+    ("sglang", "--conf=/x.yaml", "config-file", FILE),
 ]
 ENGINES: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": {**SGLANG, "task": "text-generation"}}
 MODELS: list[tuple[str, dict[str, Any], list[str]]] = [

@@ -17,6 +17,7 @@ _MEMORY = "write spec.resources.deviceMemory, such as 24Gi"
 _DEVICES = "write spec.resources.devices, a count; which ones is the system's choice"
 _CONTEXT = "write spec.runtime.options.contextTokens"
 _BATCH = "write spec.runtime.options.maxBatch"
+_FILE = "write its lines as spec.runtime.args: a file could say what the system says itself"
 _SLEEP = "remove it: spec.residency says when the model leaves the device"
 
 # Long options of foreign engines, spelt with hyphens, and what to do instead.
@@ -62,6 +63,7 @@ ARGUMENTS: dict[str, str] = {
     "context-length": _CONTEXT,
     "threads": "write spec.runtime.threads",
     "n-threads": "write spec.runtime.threads",
+    "config-file": _FILE,  # and so is what begins like it: `config` of vllm and sglang
 }
 SHORT: dict[str, str] = {
     "-m": "model",
