@@ -117,8 +117,12 @@ def table(text: str) -> list[list[str]]:
     return [[cell.replace(" ", "_") for cell in re.split(" {3,}", line)] for line in text.splitlines()]
 
 
-def test_a_broken_manifest_is_told_on_stderr_beside_the_models(system: Running) -> None:
-    done = system.omni("get", "models")
+@pytest.mark.parametrize("form", [(), ("-o", "wide"), ("-o", "json"), ("-o", "yaml")], ids="".join)
+@pytest.mark.parametrize("kind", ["models", "pools", "processes"])
+def test_a_broken_manifest_is_told_on_stderr_beside_what_is_asked_for(
+    system: Running, kind: str, form: tuple[str, ...]
+) -> None:
+    done = system.omni("get", kind, *form)
     assert "broken.yaml" in done.stderr
     assert "broken" not in done.stdout
 

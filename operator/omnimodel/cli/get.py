@@ -32,7 +32,7 @@ class _Kind(click.Choice[str]):
 def command(kind: str, names: tuple[str, ...], form: str | None, client: Client) -> None:
     """List models, pools or processes; with names, only those.
 
-    JSON is {"items": [...]} of whole objects with metadata, spec and status.
+    JSON is {"items": [...]} of whole objects with metadata, spec and status. Errors of manifests go to stderr.
     """
     items = client.objects(PLURALS[kind])
     if names:
@@ -49,9 +49,8 @@ def command(kind: str, names: tuple[str, ...], form: str | None, client: Client)
         narrow = {"models": 9, "pools": 8, "processes": 7}[kind]
         cut = None if form == "wide" else narrow
         output.write_columns(heads[:cut], [rows(item)[:cut] for item in items])
-    if kind == "models" and form != "json":
-        for error in client.status().get("errors", ()):
-            click.echo(f"error: {error_text(error)}", err=True)
+    for error in client.status().get("errors", ()):
+        click.echo(f"error: {error_text(error)}", err=True)
 
 
 def _find(items: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
