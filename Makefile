@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-cluster lint format drift generate bench requirements clean
+.PHONY: help setup up test test-cluster test-llamacpp lint format drift generate bench requirements clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -34,6 +34,9 @@ test: setup lint drift  ## Lint, drift checks, then every test but those that ne
 
 test-cluster: setup  ## The tests on a real Kubernetes node; needs root, and Go for the first build
 	$(BIN)/pytest -m cluster_node $(ARGS) || [ $$? -eq 5 ]  # 5: none of the tests that ARGS names needs a node
+
+test-llamacpp: setup  ## The tests with the real llama.cpp, which is compiled first; that takes some minutes
+	OMNI_TEST_BUILD=1 $(BIN)/pytest tests/runtime/test_llamacpp.py $(ARGS)
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check operator tests

@@ -96,6 +96,13 @@ def test_no_registry_is_named() -> None:
     assert [str(path) for path in files for name in names if name in path.read_bytes()] == []
 
 
+def test_every_target_that_tests_is_documented() -> None:
+    made, told = ((ROOT / name).read_text("utf-8") for name in ("Makefile", "README.md"))
+    targets = re.findall(r"^(test[a-z-]*):.*## ", made, re.MULTILINE)
+    assert [target for target in targets if f"`make {target}`" not in told] == []
+    assert "OMNI_TEST_BUILD=1 " in made, "what is skipped without it has a target"
+
+
 def yaml_blocks() -> list[str]:
     return re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
 

@@ -22,7 +22,7 @@ def manifest():
     (found,) = manifests(folder="llamacpp").values()
     if not os.environ.get(BUILD):
         requirement = found["spec"]["runtime"]["environment"]["requirements"][0]
-        pytest.skip(f"compiling {requirement} can take minutes; set {BUILD}=1 for that")
+        pytest.skip(f"compiling {requirement} can take minutes; make test-llamacpp does it ({BUILD}=1)")
     return found
 
 
