@@ -10,6 +10,7 @@ import pytest
 
 from agent.world import MIB, World
 from omnimodel.errors import DispatchError, Reason
+from omnimodel.gateway.refusals import error_object, status_of
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -297,7 +298,16 @@ async def test_a_kept_model_is_never_evicted_and_others_are_told_why_they_cannot
     assert await world.ask("small") == pytest.approx(world.answer(8, 3))
     with pytest.raises(DispatchError) as caught:
         await world.ask("large")
-    assert "kept" in str(caught.value)
+    assert caught.value.reason is Reason.SHARES_WITH_KEPT
+    answered = error_object(caught.value)["error"]
+    assert (status_of(caught.value), answered["code"]) == (503, "shares_with_kept")
+    assert "keepResident" in answered["message"]
+    refused = world.report("large")
+    assert (refused.ready, refused.reason) == (False, Reason.SHARES_WITH_KEPT)
+    assert "leave" in refused.message
+    assert "keepResident" in refused.message
+    events = [event async for event in world.agent.events.follow(follow=False)]
+    assert (Reason.SHARES_WITH_KEPT, refused.message) in {(event.reason, event.message) for event in events}
     assert world.report("kept").tier == "resident"
     assert world.report("kept").wakes == 1
     with pytest.raises(DispatchError):

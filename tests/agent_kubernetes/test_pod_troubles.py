@@ -164,17 +164,17 @@ async def test_events_are_for_people_and_not_one_for_each_swap(catalogue: Catalo
     pod = await serving(catalogue, start, "m")
     for number in range(500):
         pod.agent.events.add("OmniModel", catalogue.namespace, "m", "Woken", f"waking took {number / 100} s")
-    pod.agent.events.add("OmniModel", catalogue.namespace, "m", "Refused", "it is too large", warning=True)
+    pod.agent.events.add("OmniModel", catalogue.namespace, "m", "TooLarge", "it is too large", warning=True)
 
     async def told() -> list[dict]:
         return list((await kube.list(EVENTS, catalogue.namespace)).items)
 
-    found = await eventually(lambda: _with(told, "Refused"), "the events")
+    found = await eventually(lambda: _with(told, "TooLarge"), "the events")
     by_reason: dict[str, list[dict]] = {}
     for event in found:
         by_reason.setdefault(event["reason"], []).append(event)
     assert len(by_reason["Woken"]) == 1
-    (refused,) = by_reason["Refused"]
+    (refused,) = by_reason["TooLarge"]
     model = await kube.get(MODELS, "m", catalogue.namespace)
     assert refused["involvedObject"]["uid"] == model["metadata"]["uid"]
     assert refused["type"] == "Warning"

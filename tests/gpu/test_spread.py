@@ -207,12 +207,12 @@ async def test_kept_models_that_leave_no_room_on_one_gpu_of_two_are_named(world,
     await world.until(lambda: all(world.instance(f"m{seed}").resident for seed in (1, 2, 3)), "they are resident")
     full = max(world.brokers.values(), key=lambda broker: len(broker.instances)).name
     await world.apply(*kept, spread(world, "both"), wait=False)
-    await world.until(lambda: world.report("both").reason == "TooLarge", "it is refused")
+    await world.until(lambda: world.report("both").reason == "SharesWithKept", "it is refused")
     assert f"on {full} it needs 40.00 MiB on the device, but the models that are kept" in world.report("both").message
     assert not any(broker.reserving for broker in world.brokers.values())
     with pytest.raises(DispatchError, match=r"kept resident leave 8\.00 MiB of 144\.00 MiB") as refused:
         await ask(world, "both")
-    assert refused.value.reason is Reason.TOO_LARGE
+    assert refused.value.reason is Reason.SHARES_WITH_KEPT
     for seed in (1, 2, 3):
         assert await world.ask(f"m{seed}") == pytest.approx(world.answer(32, seed))
     gone = next(seed for seed in (1, 2, 3) if world.instance(f"m{seed}").device == full)
@@ -300,6 +300,7 @@ async def test_when_one_of_its_gpus_is_lost_it_goes_to_others_or_is_refused(tmp_
             with pytest.raises(DispatchError, match="is spread over 2 devices, and its pool has 1 here") as refused:
                 await ask(world, "both")
             assert refused.value.reason is Reason.TOO_LARGE
+            assert "fewer resources.devices" in refused.value.cure
             assert not world.report("both").ready
             assert not any(held_of(world, "both"))
             assert await world.ask("m1") == pytest.approx(world.answer(32, 1))

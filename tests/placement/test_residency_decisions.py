@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 
+from omnimodel.errors import Reason
 from omnimodel.placement.state import Drain
 from placement.deciding import A_DRAINS_X, Case, check, cold, decide, hot
 
@@ -195,9 +196,23 @@ def test_a_model_beside_kept_ones_that_leave_too_little_is_told_both_numbers() -
     step = decide({"a": cold(60, 1.0), "x": hot(50, keep_resident=True)}, 50)
 
     assert not step.acts
-    assert step.blocked == {
-        "a": "needs 55.88 GiB on the device, but the models that are kept resident leave 46.57 GiB of 93.13 GiB"
-    }
+    assert step.reasons["a"] == (
+        "needs 55.88 GiB on the device, but the models that are kept resident leave 46.57 GiB of 93.13 GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "reason", "cured_by"),
+    [(60, Reason.SHARES_WITH_KEPT, "keepResident"), (101, Reason.TOO_LARGE, "dtype")],
+    ids=["too little is left beside kept models", "larger than the budget"],
+)
+def test_a_model_that_can_never_be_resident_is_told_why_and_what_to_do(
+    size: float, reason: Reason, cured_by: str
+) -> None:
+    step = decide({"a": cold(size, 1.0), "x": hot(50, keep_resident=True)}, 50)
+
+    assert step.blocked["a"].reason is reason
+    assert cured_by in step.blocked["a"].message
 
 
 def test_of_kept_models_that_do_not_fit_together_the_more_important_is_kept() -> None:

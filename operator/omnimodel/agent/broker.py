@@ -20,7 +20,7 @@ from omnimodel.errors import DispatchError, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.idle import IdleConstants, idle_steps
 from omnimodel.placement.residency import next_step
-from omnimodel.placement.state import Constants, Drain, Step, worth
+from omnimodel.placement.state import Blocked, Constants, Drain, Step, worth
 
 if TYPE_CHECKING:
     from omnimodel.agent.devices import Devices
@@ -236,19 +236,20 @@ class Broker:
         lost_bytes = self.memory.ledger.device.held_bytes(kind=Kind.QUARANTINE) + self.moves.contexts.lost_bytes
         return free_bytes(self.instances, self.reserving, self.budget_bytes, lost_bytes)
 
-    def _refuse(self, blocked: dict[str, str]) -> None:
+    def _refuse(self, blocked: dict[str, Blocked]) -> None:
         """Answer at once for models that can never be resident as things are."""
-        for name, sentence in blocked.items():
+        for name, why in blocked.items():
             instance = self.instances[name]
-            said = f"on {self.name} it {sentence}" if instance.spread.count > 1 else sentence
+            spread = instance.spread.count > 1
+            said = replace(why, sentence=f"on {self.name} it {why.sentence}") if spread else why
             if instance.blocked != said and instance.blocked_by in {"", self.name}:
                 instance.blocked, instance.blocked_by = said, self.name
                 self._devices.kick(instance)  # another device may hold it
-                self.moves.tell(instance, "Refused", said, warning=True)
+                self.moves.tell(instance, said.reason, said.message, warning=True)
             instance.line.refuse(instance.door.refusal)
         for instance in self.instances.values():
             if instance.name not in blocked and instance.blocked_by == self.name:
-                instance.blocked = instance.blocked_by = ""
+                instance.blocked, instance.blocked_by = None, ""
 
     def _apply(self, step: Step) -> None:
         for target in step.abandon:

@@ -22,6 +22,7 @@ from omnimodel.agent.reporting import device_report
 from omnimodel.agent.views import model_state
 from omnimodel.errors import OmniError, Reason, lost
 from omnimodel.placement.devices import Choice, DeviceState, Stay, choose_device, choose_devices
+from omnimodel.placement.state import Blocked
 
 if TYPE_CHECKING:
     from omnimodel.agent.events import EventLog
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _SHUN_SECONDS = 60.0  # for which a model goes to others than a device that had no memory for it
 _NO_DEVICE = "the pool"  # who refuses an instance that there are too few devices for
+_FEWER = "write fewer resources.devices, or raise device.count of the OmniPool"
 
 
 class Devices:
@@ -165,8 +167,7 @@ class Devices:
         if instance.device:
             return
         if refusal := self._too_few(instance):
-            cure = "write fewer resources.devices, or raise device.count of the OmniPool"
-            raise OmniError(instance.subject, refusal, cure, reason=Reason.TOO_LARGE)
+            raise OmniError(instance.subject, refusal, _FEWER, reason=Reason.TOO_LARGE)
         if device or len(self.brokers) == 1:
             self._put(instance, [device or self.first.name])
             return
@@ -201,17 +202,17 @@ class Devices:
         states = self._states(now)
         for instance in sorted(going, key=lambda i: self._model_state(i, now).oldest(now)):
             if refusal := self._too_few(instance):
-                self._refuse(instance, refusal)
+                self._refuse(instance, Blocked(Reason.TOO_LARGE, refusal, _FEWER))
                 continue
             choices = self._choices(instance, now, states)
             if tuple(choice.device for choice in choices) != instance.spread.devices:
                 self._send(instance, choices, now)
                 states = self._states(now)
 
-    def _refuse(self, instance: Instance, refusal: str) -> None:
-        if instance.blocked != refusal:
-            instance.blocked, instance.blocked_by = refusal, _NO_DEVICE
-            self.of(instance).moves.tell(instance, "Refused", refusal, warning=True)
+    def _refuse(self, instance: Instance, why: Blocked) -> None:
+        if instance.blocked != why:
+            instance.blocked, instance.blocked_by = why, _NO_DEVICE
+            self.of(instance).moves.tell(instance, why.reason, why.message, warning=True)
         instance.line.refuse(instance.door.refusal)
 
     def shun(self, instance: Instance) -> bool:

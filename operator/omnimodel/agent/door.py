@@ -75,14 +75,8 @@ class Door:
         instance = self._instance
         if instance.removed:
             return DispatchError(instance.subject, instance.removed, reason=Reason.MODEL_NOT_FOUND, status=404)
-        if instance.blocked:
-            return DispatchError(
-                instance.subject,
-                instance.blocked,
-                "raise device.memory of the OmniPool, or use a smaller dtype",
-                reason=Reason.TOO_LARGE,
-                status=503,
-            )
+        if why := instance.blocked:
+            return DispatchError(instance.subject, why.sentence, why.cure, reason=why.reason, status=503)
         ended = OmniError(instance.subject, "its process has just ended", reason=Reason.CRASHED)
         failure = instance.failures.last or ended
         return DispatchError(

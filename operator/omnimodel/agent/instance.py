@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omnimodel.agent.preparation import Prepared
     from omnimodel.agent.process import ModelProcess
     from omnimodel.memory.devices import Fence, Frame
+    from omnimodel.placement.state import Blocked
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,8 @@ class Instance:
         self.reserved = False
         self.proving = False  # it was woken, and is asked its known answer or measured before anybody is let in
         self.hung = False  # killed, and not seen to be gone: what it holds stays its own
-        self.blocked = self.blocked_by = ""  # why it can never be resident, and the device that says so
+        self.blocked: Blocked | None = None  # why it can never be resident
+        self.blocked_by = ""  # the device that says so
         self.removed = ""
 
         self.wanted_since_seconds: float | None = None

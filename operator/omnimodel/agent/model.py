@@ -15,7 +15,7 @@ from omnimodel.agent.preparation import finish
 from omnimodel.agent.proof import prove
 from omnimodel.agent.reporting import instance_report, tensors
 from omnimodel.agent.sizing import Sizes
-from omnimodel.errors import OmniError, Reason, advised
+from omnimodel.errors import OmniError, Reason
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.report import ModelReport
 from omnimodel.render import spec_card
@@ -324,8 +324,8 @@ class Model:
                 are refused, for it has to be asked to recover; for people until it has answered again.
         """
         instance = self.serving
-        if instance.blocked:
-            return False, str(Reason.TOO_LARGE), advised(Reason.TOO_LARGE, instance.blocked)
+        if why := instance.blocked:
+            return False, str(why.reason), why.message
         failure = instance.failures.last if failing or not instance.verified else None
         problem = self.problem or failure
         ready = instance.verified and failure is None

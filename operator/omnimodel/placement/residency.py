@@ -109,9 +109,9 @@ class _Decision:
         self.reasons: dict[str, str] = {}
 
     def step(self, copying: str | None) -> Step:
-        for name, sentence in self.blocked.items():
+        for name, why in self.blocked.items():
             if not self.models[name].resident and self.models[name].waiters:
-                self.reasons[name] = sentence
+                self.reasons[name] = why.sentence
         if copying is not None:
             self.reasons[copying] = "its image is being copied to the device"
             self._explain_others(f"the image of {copying} is being copied first")

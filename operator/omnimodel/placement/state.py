@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from omnimodel.errors import Reason, advised
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -126,6 +128,26 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class Blocked:
+    """Why a model can never be resident as things are.
+
+    Args:
+        reason: in one word.
+        sentence: in one sentence, with both numbers.
+        cure: what to do about it.
+    """
+
+    reason: Reason
+    sentence: str
+    cure: str
+
+    @property
+    def message(self) -> str:
+        """What is wrong and what to do about it."""
+        return advised(self.reason, self.sentence, self.cure)
+
+
+@dataclass(frozen=True)
 class Step:
     """What to do now. Ask again after applying it, until nothing comes: one decision starts one copy at most.
 
@@ -140,7 +162,7 @@ class Step:
             victims admit again.
         look_again_at: when to ask again if nothing else happens; None when only an event can change the answer.
         reasons: a sentence for each model that waits or moves.
-        blocked: models that can never be resident as things are, each with a sentence that has both numbers.
+        blocked: models that can never be resident as things are, and why.
     """
 
     wake: str | None = None
@@ -151,7 +173,7 @@ class Step:
     abandon: tuple[str, ...] = ()
     look_again_at: float | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    blocked: dict[str, str] = field(default_factory=dict)
+    blocked: dict[str, Blocked] = field(default_factory=dict)
 
     @property
     def acts(self) -> bool:
