@@ -157,8 +157,7 @@ class Broker:
         if self.lost is not None:
             self._give_up(self.lost)
             return None
-        if self.moves.loads.copy_bytes_per_second is not None:
-            self.constants = replace(self.constants, copy_bytes_per_second=self.moves.loads.copy_bytes_per_second)
+        self.constants = self.moves.loads.costs.learned(self.constants)
         for instance in self.instances.values():
             instance.door.admit()
             self._keep_aside(instance, now)

@@ -261,7 +261,7 @@ class Devices:
     @property
     def _rate(self) -> float | None:
         """How fast any of them copies: what is not measured on one yet is taken to be as on the others."""
-        rates = (broker.moves.loads.copy_bytes_per_second for broker in self.brokers.values())
+        rates = (broker.moves.loads.costs.copy_bytes_per_second for broker in self.brokers.values())
         return next((rate for rate in rates if rate), None)
 
     def _choices(self, instance: Instance, now: float, states: list[DeviceState]) -> tuple[Choice, ...]:
@@ -292,7 +292,7 @@ class Devices:
         return [self._state(broker, now, digests) for broker in self.usable or self.brokers.values()]
 
     def _state(self, broker: Broker, now: float, digests: Mapping[str, str]) -> DeviceState:
-        memory, rate = broker.memory, broker.moves.loads.copy_bytes_per_second or self._rate
+        memory, rate = broker.memory, broker.moves.loads.costs.copy_bytes_per_second or self._rate
         targets = broker.reserving
         waiting = {
             name: instance.need_bytes

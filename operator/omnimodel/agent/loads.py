@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from omnimodel.agent import servers
 from omnimodel.agent.proof import prove, proves_wakes
+from omnimodel.agent.wake_costs import WakeCosts
 from omnimodel.errors import CURES, LedgerError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.state import bytes_text
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from omnimodel.memory.devices import Copy, Device, Frame
     from omnimodel.memory.store import ImageRef
 
-_RATE_WEIGHT = 0.2  # how far one copy moves the measured rate
-_RATE_FLOOR_BYTES = 16 << 20  # copies smaller than this say nothing about the rate
 _COPY_SECONDS = 120.0  # no image takes that long to copy
 _SLOWEST_DISK_BYTES = 50_000_000  # a second, of an image that is read on the way
 FREED_SECONDS = 15.0  # from a kill to the free frames
@@ -52,7 +51,7 @@ class Loads:
         vacate: Callable[[int], bool],
     ) -> None:
         self.copying: str | None = None
-        self.copy_bytes_per_second: float | None = None
+        self.costs = WakeCosts()
         self.memory = memory
         self._everywhere = everywhere
         self._worth = worth
@@ -102,7 +101,7 @@ class Loads:
                     copy_seconds = await pool.fill(allocation, staged, late_seconds, fence=instance.fence, begun=begun)
                 copied_bytes = allocation.missing * self.memory.device.frame_bytes
                 if self.memory.arena.holds(image.digest):
-                    self._learn_rate(copied_bytes, copy_seconds)
+                    self.costs.note_copy(copied_bytes, copy_seconds)
         except (OmniError, OSError) as error:
             if instance.process is not process:  # it died meanwhile, and all is freed
                 for each, _ in parts:
@@ -144,6 +143,8 @@ class Loads:
         finally:
             instance.proving = False
         instance.history.note_copied(copied_bytes, copy_seconds)
+        if frames and not proves_wakes(instance):
+            self.costs.note_beyond(instance.history.last_wake_seconds - copy_seconds)
         return True
 
     async def _map(
@@ -234,12 +235,6 @@ class Loads:
         """After which a copy of an image that is staged counts as failed."""
         from_disk = not self.memory.arena.holds(image.digest)
         return _COPY_SECONDS + (image.stored_bytes / _SLOWEST_DISK_BYTES if from_disk else 0.0)
-
-    def _learn_rate(self, copied_bytes: int, seconds: float) -> None:
-        if copied_bytes < _RATE_FLOOR_BYTES or seconds <= 0:
-            return
-        rate, measured = self.copy_bytes_per_second, copied_bytes / seconds
-        self.copy_bytes_per_second = measured if rate is None else rate + _RATE_WEIGHT * (measured - rate)
 
     def free(self, instance: Instance) -> None:
         """Free what an instance held whose process is gone, on all its devices."""
