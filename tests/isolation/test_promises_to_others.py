@@ -6,11 +6,14 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from isolation.attempt import (
     CONTAINER_ROOT,
+    CONTAINER_USER,
     ROOT,
     ROOT_WITHOUT_SYS_ADMIN,
     Machine,
@@ -27,6 +30,7 @@ from isolation.host import (
     on_landlock,
     on_namespaces,
 )
+from omnimodel.isolation import Level
 
 pytestmark = REAL_HOST
 
@@ -156,15 +160,49 @@ def test_it_cannot_reach_abstract_sockets_of_others(host: Host, machine: Machine
     assert answer["x"] in {"Connection refused", "Operation not permitted"}
 
 
-@on_namespaces
-def test_it_cannot_reach_unix_sockets_of_others(host: Host, machine: Machine) -> None:
+KNOCK = TRY + "import socket\nanswer['x'] = tried(lambda: socket.socket(socket.AF_UNIX).connect(path))"
+
+
+@contextmanager
+def unix_socket(host: Host, mode: int, uid: int = 0) -> Iterator[str]:
+    """The path of one that somebody listens on, in a folder that everybody may enter."""
     path = str(host.other / "agent.sock")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
-        os.chmod(path, 0o666)
+        os.chmod(path, mode)
+        os.chown(path, uid, uid)
         server.listen()
-        code = TRY + "import socket\nanswer['x'] = tried(lambda: socket.socket(socket.AF_UNIX).connect(path))"
-        assert done(attempt(machine, host.plan(), code, path=path)) == {"x": "No such file or directory"}
+        yield path
+
+
+@on_namespaces
+def test_it_cannot_reach_unix_sockets_of_others(host: Host, machine: Machine) -> None:
+    with unix_socket(host, 0o666) as path:
+        assert done(attempt(machine, host.plan(), KNOCK, path=path)) == {"x": "No such file or directory"}
+
+
+@pytest.mark.parametrize("wanted", list(Level), ids=str)
+@on_all
+def test_it_cannot_reach_unix_sockets_that_are_for_another_user_alone(
+    host: Host, machine: Machine, wanted: Level
+) -> None:
+    with unix_socket(host, 0o600) as path:
+        answer = done(attempt(machine, host.plan(wanted=wanted), KNOCK, path=path))
+    assert answer["x"] in {"No such file or directory", "Permission denied"}
+
+
+@pytest.mark.parametrize("wanted", [Level.LANDLOCK, Level.PROCESS], ids=str)
+def test_below_namespaces_sockets_are_kept_apart_by_users_alone(host: Host, wanted: Level) -> None:
+    with unix_socket(host, 0o666) as path:
+        assert done(attempt(ROOT, host.plan(wanted=wanted), KNOCK, path=path)) == {"x": True}
+
+
+@pytest.mark.parametrize("wanted", [Level.LANDLOCK, Level.PROCESS], ids=str)
+def test_below_namespaces_it_reaches_sockets_of_its_own_user_and_that_is_said(host: Host, wanted: Level) -> None:
+    with unix_socket(host, 0o600, uid=1000) as path:
+        outcome = attempt(CONTAINER_USER, host.plan(wanted=wanted), KNOCK, path=path)
+    assert done(outcome) == {"x": True}
+    assert "other models' sockets out of reach: all have the same user" in outcome.missing
 
 
 @on_all
