@@ -8,9 +8,10 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why something is as it is: the `reason` of conditions, events, residency entries and errors.
+    """Why something is not as it should be: the `reason` of conditions, events, residency entries and errors.
 
-    `CURES` has a cure for each in one sentence, docs/troubleshooting.md at length.
+    `CURES` has a cure for each in one sentence, docs/troubleshooting.md at length. Conditions and events that need
+    nothing have words of their own, which that document lists.
     """
 
     INVALID_MANIFEST = "InvalidManifest"
@@ -46,6 +47,8 @@ class Reason(StrEnum):
     CRASHED = "Crashed"
     LOAD_TIMEOUT = "LoadTimeout"
     EVICT_TIMEOUT = "EvictTimeout"
+    NOT_GIVEN_BACK = "NotGivenBack"
+    PARKING_FAILED = "ParkingFailed"
     DEVICE_LOST = "DeviceLost"
     PROBE_FAILED = "ProbeFailed"
     ISOLATION_UNAVAILABLE = "IsolationUnavailable"
@@ -54,6 +57,7 @@ class Reason(StrEnum):
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     DRAINING = "Draining"
     SUSPENDED = "Suspended"
+    WITHOUT_EFFECT = "WithoutEffect"
     STATE_DIR_IN_USE = "StateDirInUse"
     INTERNAL = "InternalError"
 
@@ -121,6 +125,8 @@ CURES: Mapping[str, str] = {  # for conditions, events and answers that know not
     Reason.CRASHED: "see omni logs MODEL for its last words",
     Reason.LOAD_TIMEOUT: "see omni logs MODEL for what it waits for, or raise limits.loadDeadline",
     Reason.EVICT_TIMEOUT: "see omni logs MODEL for what holds its interpreter",
+    Reason.NOT_GIVEN_BACK: "have the handler hold no tensors on the GPU between requests",
+    Reason.PARKING_FAILED: "report it with the last lines of the agent's log when it happens again",
     Reason.DEVICE_LOST: (
         "look for Xid messages in the kernel's log, reset or replace the GPU, and start the agent again"
     ),
@@ -131,6 +137,7 @@ CURES: Mapping[str, str] = {  # for conditions, events and answers that know not
     Reason.DEADLINE_EXCEEDED: "raise limits.deadline, or see in omni top what keeps the device busy",
     Reason.DRAINING: "send it again when it is back",
     Reason.SUSPENDED: "remove `suspend: true` from its manifest",
+    Reason.WITHOUT_EFFECT: "start the agent again, or take back what has no effect",
     Reason.STATE_DIR_IN_USE: "stop the other one, or give this one its own --state-dir",
     Reason.INTERNAL: "report it with the last lines of the agent's log",
 }

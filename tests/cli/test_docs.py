@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,43 @@ def test_every_reason_has_a_cure(reason: Reason) -> None:
 def test_no_cure_for_a_reason_that_is_gone() -> None:
     headings = {heading for heading in sections("docs/troubleshooting.md") if " " not in heading}
     assert headings - {"Manifests", "Memory", "Clusters", "Running", "Requests"} == set(Reason)
+
+
+TELLERS = {"tell", "_tell", "add", "_warn"}  # of events
+CONDITIONS = {"Ready", "Reconciling", "Stalled", "NameConflict", "True", "False", "Unknown"}  # types and states
+KINDS = {"OmniModel", "OmniPool", "Manifest"}
+
+
+def words(node: ast.AST) -> set[str]:
+    """The texts within a piece of code that are CamelCase words."""
+    texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return {text for text in texts if isinstance(text, str) and re.fullmatch(r"(?=\w{4})([A-Z][a-z]+)+", text)}
+
+
+def words_of(source: str, *, conditions: bool) -> set[str]:
+    """The words that events, and with `conditions` those too, have in a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            given = {word for argument in node.args for word in words(argument)}
+            if name in TELLERS:
+                found |= given - KINDS
+            elif name in {"Refusal", "_conditions"}:
+                found |= given - CONDITIONS
+        elif conditions and isinstance(node, ast.Tuple):
+            found |= {word for element in node.elts for word in words(element)} - CONDITIONS - KINDS
+    return found
+
+
+def test_every_word_of_events_and_conditions_is_documented_and_no_other() -> None:
+    used: set[str] = set()
+    for path in (ROOT / "operator").rglob("*.py"):
+        used |= words_of(path.read_text("utf-8"), conditions=path.parent.name == "controllers")
+    table = sections("docs/troubleshooting.md")["Words that need nothing"]
+    listed = re.findall(r"^\| `(\w+)` \| \w", table, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert used - set(Reason) == set(listed)
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

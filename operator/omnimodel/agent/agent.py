@@ -181,7 +181,7 @@ class Agent:
         self._pool, self._refusal = pool, refusal
         note = "; ".join(self._opened.without_effect(pool, found))
         if note and note != self._note:
-            self._warn("WithoutEffect", note)
+            self._warn(str(Reason.WITHOUT_EFFECT), note)
         self._note = note
         return self._opened
 
