@@ -23,6 +23,7 @@ SPELT: list[tuple[str, str, str, str]] = [
     ("sglang", "--ho ::", "host", PORT),
     ("sglang", "--b 1", "base-gpu-id", DEVICES),
     ("vllm", "--config /x.yaml", "config-file", FILE),
+    ("vllm", "--config_file=/x.json", "config-file", FILE),
     ("sglang", "--conf=/x.yaml", "config-file", FILE),
 ]
 ENGINES: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": {**SGLANG, "task": "text-generation"}}

@@ -125,8 +125,10 @@ def _keep(board: Board, unit: Unit, held_bytes: Mapping[str, int]) -> Unit:
     """Leave a unit on the pods it has, as far as they can and as many as it needs; the part that does, or all of it."""
     usable = [board.pods[name] for name in unit.current if name in board.pods and not board.pods[name].leaving]
     usable = [pod for pod in usable if not pod.lost]
-    serving = [pod for pod in usable if pod.name in unit.serving]
-    if len(usable) > unit.wanted and len(serving) == len(usable):
+    placed = [demand for demand in unit.demands if demand.current]
+    serving = [pod for pod in usable if all(pod.name in demand.serving for demand in placed)]
+    coming = any(pod.name in set(demand.current) - demand.serving for pod in usable for demand in placed)
+    if len(usable) > unit.wanted <= len(serving) and not coming:
         usable = _fewest_zones_shared(serving, unit.wanted, held_bytes)  # the move is done: leave the fuller pods
     usable.sort(key=lambda pod: pod not in serving)
     kept = unit
