@@ -119,7 +119,7 @@ def test_volumes_of_models_are_where_their_processes_look() -> None:
         assert mount.get("readOnly", False) == volume.read_only
         source = {"volume": {"name": volume.name, "subPath": "en/one.txt"}}
         process = render(OmniModel.model_validate(model(source=source)), pool).spec
-        assert process.source == {"path": f"{mount['mountPath']}/en/one.txt"}
+        assert process.source == {"volume": {**source["volume"], "path": f"{mount['mountPath']}/en/one.txt"}}
 
 
 @pytest.mark.parametrize(
