@@ -41,6 +41,11 @@ class Slot(ctypes.Structure):
         ("told", ctypes.c_uint64),  # to go on, by a test
     )
 
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """Whose it is."""
+        return self.uid, self.ticks, self.pid
+
 
 class Book:
     """The page, in a file.
@@ -67,11 +72,16 @@ class Book:
     def own(self) -> Slot:
         """Of this process, which a fork of it does not have."""
         if self._own is None or self._own[0] != os.getpid():
-            identity = _identity(Path("/proc/self"))
-            slot = self.slots[_place(identity)]
-            slot.uid, slot.ticks, slot.pid = identity
-            self._own = os.getpid(), slot
+            self._own = os.getpid(), self.claim(_identity(Path("/proc/self")))
         return self._own[1]
+
+    def claim(self, identity: tuple[int, int, int]) -> Slot:
+        """A slot for a process, which no other has."""
+        place = zlib.crc32(repr(identity).encode())
+        slots = (self.slots[(place + step) % SLOTS] for step in range(SLOTS))
+        slot = next(slot for slot in slots if not slot.ticks or slot.identity == identity)
+        slot.uid, slot.pid, slot.ticks = identity[0], identity[2], identity[1]  # it counts once it has ticks
+        return slot
 
     def record(self, held_bytes: int, imported_bytes: int) -> None:
         """Write what this process has."""
@@ -90,18 +100,13 @@ class Book:
 
     def processes(self) -> Iterator[tuple[int, Slot]]:
         """Pids with their slots; the slots of those that are gone are given back."""
-        gone = {index for index, slot in enumerate(self.slots) if slot.ticks}
-        for name in os.listdir("/proc"):
-            if not name.isdecimal():
-                continue
+        taken = {slot.identity: slot for slot in self.slots if slot.ticks}
+        for name in filter(str.isdecimal, os.listdir("/proc")):
             with suppress(OSError):
-                identity = _identity(Path(f"/proc/{name}"))
-                slot = self.slots[_place(identity)]
-                if (slot.uid, slot.ticks, slot.pid) == identity:
-                    gone.discard(_place(identity))
+                if (slot := taken.pop(_identity(Path(f"/proc/{name}")), None)) is not None:
                     yield int(name), slot
-        for index in gone:
-            ctypes.memset(ctypes.byref(self.slots[index]), 0, ctypes.sizeof(Slot))
+        for slot in taken.values():
+            ctypes.memset(ctypes.byref(slot), 0, ctypes.sizeof(Slot))
 
     def step(self, name: str, pid: int) -> object:
         """One step of a checkpoint or restore of another process, with the driver's own result."""
@@ -159,10 +164,6 @@ def _until(done: Callable[[], bool]) -> bool:
     while not done() and time.monotonic() < deadline:
         time.sleep(0.001)
     return done()
-
-
-def _place(identity: tuple[int, int, int]) -> int:
-    return zlib.crc32(repr(identity).encode()) % SLOTS
 
 
 def _identity(process: Path) -> tuple[int, int, int]:

@@ -131,9 +131,7 @@ def check(world: World, gpu: Machine) -> None:
 def somebody_else(book: Book) -> Iterator[None]:
     """A process of somebody else that has all of a device that is free."""
     process = subprocess.Popen(["sleep", "600"])
-    identity = emulated_book._identity(Path(f"/proc/{process.pid}"))
-    slot = book.slots[emulated_book._place(identity)]
-    slot.uid, slot.ticks, slot.pid = identity
+    slot = book.claim(emulated_book._identity(Path(f"/proc/{process.pid}")))
     slot.bytes = DEVICE_BYTES - book.used_bytes()
     try:
         yield
