@@ -104,8 +104,9 @@ def test_the_level_that_pods_reach_is_told_and_a_model_sees_neither_others_nor_t
 ) -> None:
     name = row.security.name
     with secured(installation.cluster, row.security), installation.pool(name, **(row.pool or {})):
-        installation.until(lambda: "isolation" in installation.get("omnipool", name).get("status", {}), "the level")
-        reached = installation.get("omnipool", name)["status"]["isolation"]
+        isolation = lambda: installation.get("omnipool", name).get("status", {}).get("isolation", {})  # noqa: E731
+        installation.until(lambda: isolation().get("level"), "the level")
+        reached = isolation()
         assert reached["level"] == row.level
         missing = [sentence.partition(": ")[0].partition(" (")[0] for sentence in reached.get("missing", [])]
         assert missing == list(row.missing)
