@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,21 @@ async def test_lines_are_written_and_the_last_ones_are_kept(tmp_path: Path) -> N
     assert kept.tail(2) == "line 98\nline 99"
     assert (tmp_path / "model.log").read_text().splitlines() == [f"line {number}" for number in range(100)]
     pump.close()
+
+
+def test_a_thread_that_ends_before_it_is_woken_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, write = set(threading.enumerate()), os.write
+    pump = OutputPump()
+    (reading,) = set(threading.enumerate()) - others
+
+    def late(descriptor: int, data: bytes) -> int:
+        write(descriptor, data)
+        reading.join(10)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", late)
+    pump.close()
+    assert not reading.is_alive()
 
 
 async def test_a_file_is_turned_over_at_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

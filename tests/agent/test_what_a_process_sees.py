@@ -270,4 +270,4 @@ async def test_code_of_a_handler_comes_from_a_mount(world):
     assert left == [f"{world.instance('mounted').process.instance}.mounts"]  # none of those that published
     await world.apply()
     await world.until(lambda: not world.broker.instances, "all models are gone")
-    assert not list(world.agent.layout.run.glob("*.mounts"))
+    await world.until(lambda: not list(world.agent.layout.run.glob("*.mounts")), "what was written for them is gone")

@@ -26,6 +26,7 @@ _TAIL_BYTES = 16 << 10
 _CHUNK_BYTES = 256 << 10
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
+_CLOSE_SECONDS = 5.0
 _WARNING_SECONDS = 60.0  # between two warnings of one file
 
 
@@ -153,21 +154,32 @@ class OutputPump:
         output = Output(path, asyncio.get_running_loop(), pipe)
         with self._lock:
             self._added.append(output)
-        os.write(self._wake_write, b".")
+            self._wake()
         return output
 
     def drop(self, output: Output) -> None:
         """Stop reading an output although somebody still holds its writing end."""
         with self._lock:
+            if self._closing:
+                return
             self._dropped.append(output)
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b".")
+            self._wake()
 
     def close(self) -> None:
         """Stop the thread."""
-        self._closing = True
-        os.write(self._wake_write, b".")
-        self._thread.join(5)
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():  # it writes to a disk that hangs
+            return
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full of them already
+            os.write(self._wake_write, b".")
 
     def _run(self) -> None:
         outputs: set[Output] = set()
@@ -197,9 +209,6 @@ class OutputPump:
                     self._end(output, outputs)
         for output in list(outputs):
             self._end(output, outputs)
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _end(self, output: Output, outputs: set[Output]) -> None:
         self._selector.unregister(output.read_descriptor)
