@@ -21,7 +21,7 @@ from gpu.emulated_book import CHECKPOINTED, REFUSED, Slot
 from gpu.machine import CONTEXT_BYTES, check, machine, pool
 from omnimodel.agent import contexts as contexts_module
 from omnimodel.agent import parking
-from omnimodel.errors import DispatchError, Reason
+from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.memory.devices import cuda_checkpoint
 from omnimodel.memory.ledger import Kind
 
@@ -335,6 +335,22 @@ async def test_nothing_is_restored_before_its_bytes_are_free(world, gpu):
     await asyncio.gather(*busy)
     assert await request == pytest.approx(world.answer(16, 1))
     assert held_then == [CONTEXT_BYTES + 16 * MIB]
+    check(world, gpu)
+
+
+async def test_a_device_that_does_not_say_what_is_free_holds_nothing_for_a_restore(world, gpu, monkeypatch):
+    def unsaid() -> int:
+        raise OmniError("cuda:0", "does not say what is free")
+
+    await parked(world)
+    instance = world.instance("m1")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.broker.memory.device, "free_bytes", unsaid)
+        with pytest.raises(OmniError, match="what is free"):
+            await world.broker.moves.parks.unpark(instance)
+    assert instance.tier == "parked"
+    assert world.ledger.device.held_bytes("default/m1", Kind.CONTEXT) == 0
+    assert await world.ask("m1") == pytest.approx(world.answer(16, 1))
     check(world, gpu)
 
 

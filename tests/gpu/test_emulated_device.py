@@ -335,9 +335,15 @@ def test_a_driver_that_unmaps_one_allocation_at_a_time(backend, driver):
     window.close()
 
 
-def test_frames_that_cannot_be_exported_are_undone(backend, driver):
-    driver.fail["cuMemExportToShareableHandle"] = 2
-    with pytest.raises(LedgerError):
+@pytest.mark.parametrize(
+    "call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"], ids=lambda call: call[5:]
+)
+def test_frames_that_cannot_be_made_are_undone(backend, driver, call):
+    before = len(os.listdir("/proc/self/fd"))
+    driver.fail[call] = 2
+    with pytest.raises(OmniError):
         backend.device.create(4)
     driver.fail.clear()
     assert driver.used_bytes == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(backend.device.create(4)) == 4

@@ -154,8 +154,8 @@ async def test_it_swaps_with_models_of_one_gpu_and_with_others_over_both(world, 
     for name in [*names, *names[::-1], "one", "m1", "two", "m2", "three", "m3"]:
         await one(name)
         exact(world, gpus, *both)
-    for _ in range(3):
-        await asyncio.gather(*(one(names[index % len(names)]) for index in range(48)))
+    for _ in range(2):
+        await asyncio.gather(*(one(names[index % len(names)]) for index in range(32)))
         world.check_ledger()
         assert not any(world.instance(name).spread.waits for name in names)
     assert all(world.instance(name).history.evictions for name in both)

@@ -169,6 +169,22 @@ def test_a_file_that_is_cut_short_fails_the_copy_and_gives_everything_back(devic
     assert device.arena.free_bytes == ARENA
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its traceback, for the log
+def test_a_reader_that_dies_fails_the_copy(device, monkeypatch, tmp_path):
+    def read(*_):
+        raise RuntimeError("can't start new thread")
+
+    path, _ = made(tmp_path, SIZE, packed=False)
+    staged, frames, fence = device.stage(path, SIZE, whole=False), device.create(FRAMES), device.fence()
+    monkeypatch.setattr(device.arena, "read", read)
+    copy = device.copy(staged, frames, fence=fence)
+    with pytest.raises(ImageError, match="was not read to its end"):
+        copy.wait(60)
+    assert copy.done_bytes() < SIZE
+    device.unstage(staged)
+    fence.close()
+
+
 def test_one_that_nobody_waits_for_is_broken_off(device, driver, tmp_path):
     path, _ = made(tmp_path, SIZE, packed=False)
     staged, frames = device.stage(path, SIZE, whole=False), device.create(FRAMES)

@@ -197,7 +197,7 @@ async def test_kubectl_wait_after_an_edit_waits_for_the_edit(
     await world.apply(pool("gpu", world.namespace), model("a", world.namespace))
     await world.ready("a")
     wait = ("wait", "--for=condition=Ready", "--timeout=60s", "omnimodel/a", "-n", world.namespace)
-    for number in range(50):
+    for number in range(20):
         item = model("a", world.namespace, flavour=f"f{number}")
         generation = (await world.kube.apply(MODELS, item, manager="person"))["metadata"]["generation"]
         await asyncio.to_thread(api_cluster.kubectl, *wait)

@@ -172,7 +172,7 @@ async def test_tokens_of_answers_that_end_early_are_counted_as_far_as_they_were_
 async def test_streams_frozen_by_an_evict_go_on_after_the_wake_without_a_lost_token(child, frames):
     bodies = [chat(question, max_tokens=24, ignore_eos=True) for question in QUESTIONS]
     expected = [await text_of(child, body) for body in bodies]
-    for _ in range(3):
+    for _ in range(2):
         seen = [[] for _ in bodies]
         tasks = [asyncio.create_task(stream_of(child, body, s)) for body, s in zip(bodies, seen, strict=True)]
         await until(lambda seen=seen: min(map(len, seen)) >= 6)

@@ -182,7 +182,7 @@ def test_the_budget_holds_at_every_moment_for_the_ledger_and_for_what_processes_
     catalogue: Catalogue,
 ) -> None:
     order = random.Random(5)
-    names = [order.choice(list(MODELS)) for _ in range(48)]
+    names = [order.choice(list(MODELS)) for _ in range(36)]
     wakes = sum(catalogue.status(name)["residency"][0]["wakes"] for name in MODELS)
     with Watch(catalogue.up) as watch, concurrent.futures.ThreadPoolExecutor(3) as threads:
         answers = list(threads.map(catalogue.ask, names))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from omnimodel.agent.instance import Instance, State
 from omnimodel.agent.loads import check_free
-from omnimodel.errors import LedgerError, OmniError, ProcessError
+from omnimodel.errors import OmniError, ProcessError
 from omnimodel.memory.devices import RestoreFailedError
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.state import bytes_text
@@ -148,7 +148,7 @@ class Parks:
         await self._contexts.hold(instance, more_bytes, kind)
         try:
             await asyncio.to_thread(check_free, self._memory.device, more_bytes)
-        except LedgerError:
+        except (OmniError, asyncio.CancelledError):
             if instance.process is process:
                 account.give_back(instance.name, kind, more_bytes)
             raise

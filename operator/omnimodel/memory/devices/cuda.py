@@ -156,8 +156,10 @@ class CudaDevice:
                     raise LedgerError(f"device {self.name}", "has no room", reason=Reason.DEVICE_FULL)
                 for _ in range(count):
                     made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
-            except LedgerError as error:
+            except OmniError as error:
                 self.destroy(made)
+                if not isinstance(error, LedgerError):
+                    raise
                 raise LedgerError(
                     f"device {self.name}",
                     f"{count} frames need {count * self.frame_bytes} bytes, it has {free_bytes} free ({error.problem})",
@@ -171,16 +173,21 @@ class CudaDevice:
         if not self._vacant:
             raise LedgerError(f"device {self.name}", "has no room")
         kind = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        allocation = call("cuMemCreate", self.frame_bytes, self._property, 0)
-        try:
-            descriptor = int(call("cuMemExportToShareableHandle", allocation, kind, 0))
-        except OmniError as error:  # the driver does not say that it is for want of a file descriptor
-            call("cuMemRelease", allocation)
-            raise LedgerError(f"device {self.name}", error.problem, "raise the limit of open files") from error
-        place = self._vacant.pop()
+        place = self._vacant[-1]
         address = self._base + place * self.frame_bytes
-        call("cuMemMap", address, self.frame_bytes, 0, allocation, 0)
-        call("cuMemSetAccess", address, self.frame_bytes, self._access, 1)
+        with contextlib.ExitStack() as undo:
+            allocation = call("cuMemCreate", self.frame_bytes, self._property, 0)
+            undo.callback(let_go, "cuMemRelease", allocation)
+            try:
+                descriptor = int(call("cuMemExportToShareableHandle", allocation, kind, 0))
+            except OmniError as error:  # the driver does not say that it is for want of a file descriptor
+                raise LedgerError(f"device {self.name}", error.problem, "raise the limit of open files") from error
+            undo.callback(os.close, descriptor)
+            call("cuMemMap", address, self.frame_bytes, 0, allocation, 0)
+            undo.callback(let_go, "cuMemUnmap", address, self.frame_bytes)
+            call("cuMemSetAccess", address, self.frame_bytes, self._access, 1)
+            undo.pop_all()
+        self._vacant.pop()
         frame = Frame(self._next_id, descriptor, FrameMemory(allocation, place, address))
         self._next_id += 1
         self._frames[frame.id] = frame

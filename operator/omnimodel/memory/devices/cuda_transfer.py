@@ -120,7 +120,7 @@ class StreamedCopy(CudaCopy):
         self._fences = [(fence, base)] if fence else []
         self._steps, self._into, self._emptied = steps, frames, emptied
         self._arrived = 0
-        self._error: OmniError | None = None
+        self._error: OmniError | None = ImageError(staged.path, "was not read to its end", "see the log for why")
         self._broken_off = threading.Event()
         self._feeder = threading.Thread(target=self._feed, name="feed", daemon=True)
 
@@ -162,6 +162,7 @@ class StreamedCopy(CudaCopy):
             self.device.context.enter()
             for step in self._steps:
                 self._push(step)
+            self._error = None
         except OmniError as error:
             self._error = error
         finally:
