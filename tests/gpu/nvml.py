@@ -46,6 +46,7 @@ class EmulatedNvml:
         self.silent: set[int] = set()  # devices whose processes it does not list
         self.instances = instances or {}
         self.gone: set[int] = set()
+        self.says_gone = True  # whether a wait fails while a device that is gone is among those watched
         self.watched: set[int] = set()
         self.events: queue.Queue[SimpleNamespace | NVMLError] = queue.Queue()
 
@@ -65,7 +66,11 @@ class EmulatedNvml:
         return number
 
     def nvmlEventSetCreate(self):
+        self.watched, self.events = set(), queue.Queue()
         return self.events
+
+    def nvmlEventSetFree(self, events):
+        assert events is self.events
 
     def nvmlDeviceRegisterEvents(self, handle, types, events):
         assert types == 8
@@ -73,6 +78,9 @@ class EmulatedNvml:
         self.watched.add(handle)
 
     def nvmlEventSetWait_v2(self, events, milliseconds):
+        assert events is self.events
+        if self.says_gone and self.watched & self.gone:
+            raise NVMLError_GpuIsLost("GPU is lost")
         try:
             found = events.get(timeout=milliseconds / 1000)
         except queue.Empty:

@@ -57,10 +57,22 @@ def test_a_gpu_of_others_may_fail(nvml):
 @pytest.mark.parametrize("told", [True, False], ids=["the wait says so", "nobody says so"])
 def test_a_gpu_that_is_gone_from_the_bus_is_found(nvml, told):
     faults = watched("cuda:0", "cuda:1")
+    nvml.says_gone = told
     nvml.gone.add(1)
-    if told:
-        nvml.events.put(NVMLError_GpuIsLost("GPU is lost"))
     assert faults.wait(0.01) == [("cuda:1", "it has fallen off the bus")]
+    assert faults.wait(0.01) == [], "it is told once"
+    nvml.tell(0, 79)
+    assert faults.wait(5) == [("cuda:0", "the driver reports Xid 79")], "the others are listened to"
+    nvml.gone.add(0)
+    assert faults.wait(0.01) == [("cuda:0", "it has fallen off the bus")]
+    assert faults.wait(0.01) == []
+
+
+def test_a_wait_that_fails_for_no_gpu_that_is_lost_tells_no_more(nvml):
+    faults = watched("cuda:0")
+    nvml.events.put(NVMLError_GpuIsLost("GPU is lost"))
+    with pytest.raises(OmniError, match="all of them answer"):
+        faults.wait(5)
 
 
 def test_when_nvml_tells_nothing_any_more_that_is_said(nvml):

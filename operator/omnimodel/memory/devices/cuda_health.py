@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,18 +46,20 @@ class Faults:
                 name: self._nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode()) for name, bus_id in devices.items()
             }
             self._names = {bus_id: name for name, bus_id in devices.items()}
-            self._events = self._nvml.nvmlEventSetCreate()
-            for handle in self._handles.values():
-                self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
+            self._listen()
         except self._nvml.NVMLError as error:
             raise OmniError("NVML", f"it tells no faults: {error}", "install the NVIDIA driver") from error
 
     def wait(self, timeout_seconds: float) -> Sequence[tuple[str, str]]:
-        """Wait for a fault; of each device that has one, its name and what is wrong.
+        """Wait for a fault; of each device that has one, its name and what is wrong. One that is lost is told once.
 
         Raises:
             OmniError: it tells no more.
         """
+        if not self._handles:
+            time.sleep(timeout_seconds)
+            return []
+        lost = False
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, int(timeout_seconds * 1000))
             if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and event.eventData not in OF_APPLICATIONS:
@@ -66,10 +69,30 @@ class Faults:
         except self._nvml.NVMLError_Timeout:
             pass
         except self._nvml.NVMLError_GpuIsLost:
-            pass  # it does not say which one
+            lost = True  # it does not say which one
         except self._nvml.NVMLError as error:
             raise OmniError("NVML", f"it tells no faults any more: {error}") from error
-        return [(name, "it has fallen off the bus") for name, handle in self._handles.items() if self._gone(handle)]
+        gone = [name for name, handle in self._handles.items() if self._gone(handle)]
+        if lost and not gone:
+            raise OmniError("NVML", "it says that a GPU is lost, and all of them answer")
+        if gone:
+            self._forget(gone)
+        return [(name, "it has fallen off the bus") for name in gone]
+
+    def _listen(self) -> None:
+        self._events = self._nvml.nvmlEventSetCreate()
+        for handle in self._handles.values():
+            self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def _forget(self, gone: Sequence[str]) -> None:
+        """Listen to the others only: a set with a GPU that is lost answers at once, and tells nothing of the others."""
+        for name in gone:
+            del self._handles[name]
+        try:
+            self._nvml.nvmlEventSetFree(self._events)
+            self._listen()
+        except self._nvml.NVMLError as error:
+            log.warning("faults_not_told error=%r", str(error))
 
     def _name(self, handle: Any) -> str:
         """Whose handle it is; empty when it is that of another device."""
