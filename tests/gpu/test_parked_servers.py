@@ -29,6 +29,7 @@ from gpu.test_servers import (  # noqa: F401  (fixtures)
 )
 from gpu.test_servers import world as emptied_world  # noqa: F401  (a fixture)
 from omnimodel.agent import parking
+from omnimodel.agent.servers import _weights_bytes
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -152,6 +153,32 @@ async def test_a_server_is_not_parked_where_the_host_is_short_and_nobody_waits_f
     finally:
         host.give_back("somebody", Kind.PROCESS)
     assert (await ask(world, "short"), starts(world, "short")) == (said, 1)
+
+
+async def test_two_that_leave_the_device_at_once_do_not_count_on_the_same_host_memory(world, monkeypatch):
+    monkeypatch.setattr(parking, "_ROOM_SECONDS", 0.1)
+    names = ("one", "other")
+    await world.apply(*(server(world, name, seed=seed) for seed, name in enumerate(names)))
+    said = [await ask(world, name) for name in names]
+    host = world.ledger.host
+
+    async def with_room(size_bytes: int, leave) -> None:
+        host.hold("somebody", Kind.PROCESS, host.free_bytes - size_bytes)
+        try:
+            await asyncio.gather(*(leave(world, name) for name in names))
+        finally:
+            host.give_back("somebody", Kind.PROCESS)
+        assert not host.held_bytes(kind=Kind.PROMISE)
+
+    weights = {_weights_bytes(world.instance(name).prepared.source) for name in names}
+    await with_room(3 * weights.pop() // 2, evict)
+    assert sorted(world.instance(name).asleep for name in names) == [False, True]
+    assert [await ask(world, name) for name in names] == said
+    for name in names:
+        await evict(world, name)
+    await with_room(3 * CONTEXT_BYTES // 2, park)
+    assert sorted(world.report(name).tier for name in names) == ["parked", "warm"]
+    assert [await ask(world, name) for name in names] == said
 
 
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore", "unlock", ""])

@@ -66,12 +66,13 @@ class Accounting:
         """Note what was measured; when it is more than there is, somebody else has to give."""
         host = self._memory.ledger.host
         host.set(holder, kind, measured_bytes)
-        over = host.free_bytes < 0
+        over_bytes = -host.free_bytes - host.held_bytes(kind=Kind.PROMISE)  # of those, some may be measured already
+        over = over_bytes > 0
         if over and not self._over:
-            log.warning("host_over_budget holder=%s bytes=%d over=%d", holder, measured_bytes, -host.free_bytes)
+            log.warning("host_over_budget holder=%s bytes=%d over=%d", holder, measured_bytes, over_bytes)
         self._over = over
         if over:
-            self._give_up(-host.free_bytes)
+            self._give_up(over_bytes)
 
     async def measure(self, instance: Instance) -> None:
         """Note the private memory of one process; where the device is host memory, what it was granted covers it."""

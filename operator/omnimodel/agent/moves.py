@@ -121,6 +121,7 @@ class Moves:
                 if self._under_way.get(instance.name) is asyncio.current_task():
                     del self._under_way[instance.name]
                     instance.going = None
+                    self.memory.ledger.host.give_back(instance.name, Kind.PROMISE)  # it has been measured by now
                 self._changed(instance)
 
         task = asyncio.create_task(run(), name=f"move {instance.name}")

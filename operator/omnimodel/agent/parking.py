@@ -103,7 +103,7 @@ class Parks:
                 return False
             (pid,) = holders
         needs_bytes = instance.weights_bytes + instance.working_bytes + (0 if instance.foreign else held_bytes)
-        if needs_bytes > account.capacity_bytes or not await self._room_on_host(held_bytes):
+        if needs_bytes > account.capacity_bytes or not await self._hold_on_host(instance, held_bytes):
             return False  # it could never come back, or there is no place to put it
         try:
             async with self._one_at_a_time:
@@ -202,13 +202,17 @@ class Parks:
                 return left_bytes or 0
             await asyncio.sleep(0.01)
 
-    async def _room_on_host(self, size_bytes: int) -> bool:
+    async def _hold_on_host(self, instance: Instance, size_bytes: int) -> bool:
+        """Take host memory for what leaves the device, until the move is over; False where there is too little."""
         host, deadline = self._memory.ledger.host, time.monotonic() + _ROOM_SECONDS
         while host.free_bytes < size_bytes and time.monotonic() < deadline:
             if not self._relieve(size_bytes - host.free_bytes):
                 break
             await asyncio.sleep(0.01)
-        return host.free_bytes >= size_bytes
+        if host.free_bytes < size_bytes:
+            return False
+        host.hold(instance.name, Kind.PROMISE, size_bytes)
+        return True
 
 
 def _kind(instance: Instance) -> Kind:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance
 from omnimodel.errors import ProcessError, Reason
+from omnimodel.memory.ledger import Kind
 from omnimodel.placement.state import bytes_text
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict
 
@@ -100,7 +101,10 @@ async def check_woken(instance: Instance, process: ModelProcess, memories: Seque
 
 
 async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> bool:
-    """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights."""
+    """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights.
+
+    The room is its own until its move is over.
+    """
     if instance.spec["engine"] not in SLEEPERS or _why_sleepless(instance):
         return False
     held = await _bytes(instance, process, memories)
@@ -109,7 +113,12 @@ async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequen
     source = instance.prepared.source if instance.prepared else None
     if source is None:
         return False
-    return memories[0].ledger.host.free_bytes >= await asyncio.to_thread(_weights_bytes, source)
+    weights_bytes = await asyncio.to_thread(_weights_bytes, source)
+    host = memories[0].ledger.host
+    if host.free_bytes < weights_bytes:
+        return False
+    host.hold(instance.name, Kind.PROMISE, weights_bytes)
+    return True
 
 
 def _weights_bytes(source: Path) -> int:

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     """What bytes are held for."""
 
     FRAMES = "frames"  # weights of a resident model
-    PROMISE = "promise"  # of a wake in progress
+    PROMISE = "promise"  # of a wake in progress; on the host of a move that brings bytes there
     WORKING = "working"  # private memory of a process that is resident, or frozen
     CONTEXT = "context"  # of a process beside frames and working memory, on a device with memory of its own
     QUARANTINE = "quarantine"  # frames that a process may still have mapped
