@@ -190,11 +190,18 @@ async def test_a_process_that_keeps_too_much_and_cannot_be_parked_is_killed(worl
     assert world.instance("m1").process.pid != pid
 
 
-async def test_a_process_that_takes_more_than_it_was_granted_is_killed_and_its_request_is_told(world, gpu):
-    await world.apply(greedy(world))
+async def test_a_process_that_takes_more_than_it_was_granted_is_killed_and_its_neighbour_serves_on(world, gpu):
+    await world.apply(greedy(world), greedy(world, "m2", 2))
+    neighbour = asyncio.create_task(world.ask("m2", "wait"))
+    await world.until(lambda: world.instance("m2").line.in_flight, "its neighbour is at it")
+    pid = world.instance("m2").process.pid
     with pytest.raises(DispatchError, match=r"held 120\.00 MiB of device memory") as caught:
         await world.ask("m1", "take:100")
     assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert not neighbour.done()
+    tell(gpu, world.instance("m2"))
+    assert await neighbour == pytest.approx(world.answer(16, 2))
+    assert world.instance("m2").process.pid == pid
     await right_again(world)
 
 

@@ -97,11 +97,13 @@ async def test_more_models_than_all_devices_hold_answer_in_turn_and_every_accoun
     assert sum(world.instance(f"m{seed}").history.evictions for seed in SEEDS) >= 1
 
 
-async def test_sixty_requests_at_once_over_seven_models_are_all_answered_rightly(world):
+async def test_sixty_requests_at_once_over_seven_models_are_all_answered_rightly_and_nobody_is_restarted(world):
     await world.apply(*small(world, *SEEDS))
+    before = {seed: world.instance(f"m{seed}").history.restarts for seed in SEEDS}
     seeds = [SEEDS[index % len(SEEDS)] for index in range(60)]
     answers = await asyncio.gather(*(world.ask(f"m{seed}") for seed in seeds))
     assert answers == [pytest.approx(world.answer(32, seed)) for seed in seeds]
+    assert {seed: world.instance(f"m{seed}").history.restarts for seed in SEEDS} == before
     world.check_ledger()
 
 
