@@ -31,6 +31,7 @@ SPARE_BYTES = 128 << 20  # by which a context may grow: kernels are loaded when 
 _ROOM_SECONDS = 15.0  # for others to make room that do so
 _GONE_SECONDS = 10.0  # for the driver to take back what a process had that has ended
 _LOOK_SECONDS = 0.01
+_LOST_LOOK_SECONDS = 1.0  # once it should have been gone
 
 
 class Contexts:
@@ -313,6 +314,6 @@ class Contexts:
             if time.monotonic() > deadline and holder not in self._lost:
                 self._lost[holder] = self._account.held_bytes(holder)
                 log.error("not_given_back device=%s holder=%r", self._memory.device.name, holder)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_LOST_LOOK_SECONDS if holder in self._lost else _LOOK_SECONDS)
         self._lost.pop(holder, None)
         self._account.give_back(holder, Kind.CONTEXT)
