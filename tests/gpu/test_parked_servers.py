@@ -29,7 +29,7 @@ from gpu.test_servers import (  # noqa: F401  (fixtures)
 )
 from gpu.test_servers import world as emptied_world  # noqa: F401  (a fixture)
 from omnimodel.agent import parking
-from omnimodel.agent.servers import _weights_bytes
+from omnimodel.agent.servers import weights_of
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -170,7 +170,7 @@ async def test_two_that_leave_the_device_at_once_do_not_count_on_the_same_host_m
             host.give_back("somebody", Kind.PROCESS)
         assert not host.held_bytes(kind=Kind.PROMISE)
 
-    weights = {_weights_bytes(world.instance(name).prepared.source) for name in names}
+    weights = {weights_of(world.instance(name).prepared.source) for name in names}
     await with_room(3 * weights.pop() // 2, evict)
     assert sorted(world.instance(name).asleep for name in names) == [False, True]
     assert [await ask(world, name) for name in names] == said

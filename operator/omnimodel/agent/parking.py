@@ -103,7 +103,7 @@ class Parks:
                 return False
             (pid,) = holders
         needs_bytes = instance.weights_bytes + instance.working_bytes + (0 if instance.foreign else held_bytes)
-        if needs_bytes > account.capacity_bytes or not await self._hold_on_host(instance, held_bytes):
+        if needs_bytes > account.capacity_bytes or not await self._take_room_on_host(instance, held_bytes):
             return False  # it could never come back, or there is no place to put it
         try:
             async with self._one_at_a_time:
@@ -202,7 +202,7 @@ class Parks:
                 return left_bytes or 0
             await asyncio.sleep(0.01)
 
-    async def _hold_on_host(self, instance: Instance, size_bytes: int) -> bool:
+    async def _take_room_on_host(self, instance: Instance, size_bytes: int) -> bool:
         """Take host memory for what leaves the device, until the move is over; False where there is too little."""
         host, deadline = self._memory.ledger.host, time.monotonic() + _ROOM_SECONDS
         while host.free_bytes < size_bytes and time.monotonic() < deadline:

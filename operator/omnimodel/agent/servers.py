@@ -113,7 +113,7 @@ async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequen
     source = instance.prepared.source if instance.prepared else None
     if source is None:
         return False
-    weights_bytes = await asyncio.to_thread(_weights_bytes, source)
+    weights_bytes = await asyncio.to_thread(weights_of, source)
     host = memories[0].ledger.host
     if host.free_bytes < weights_bytes:
         return False
@@ -121,7 +121,7 @@ async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequen
     return True
 
 
-def _weights_bytes(source: Path) -> int:
+def weights_of(source: Path) -> int:
     """What a server moves to host memory when it sleeps, by the files that it was loaded from."""
     files = source.rglob("*") if source.is_dir() else (source,)
     return sum(file.stat().st_size for file in files if file.is_file())

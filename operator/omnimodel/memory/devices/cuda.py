@@ -158,7 +158,7 @@ class CudaDevice:
                     made.append(self._create_one())  # noqa: PERF401  # what was made before an error is needed
             except OmniError as error:
                 self.destroy(made)
-                if not isinstance(error, LedgerError):
+                if not isinstance(error, LedgerError):  # the driver failed for another reason than want of room
                     raise
                 raise LedgerError(
                     f"device {self.name}",

@@ -51,7 +51,7 @@ class Faults:
             raise OmniError("NVML", f"it tells no faults: {error}", "install the NVIDIA driver") from error
 
     def wait(self, timeout_seconds: float) -> Sequence[tuple[str, str]]:
-        """Wait for a fault; of each device that has one, its name and what is wrong. One that is lost is told once.
+        """Wait for a fault; of each device that has one, its name and what is wrong. A lost one is told of once.
 
         Raises:
             OmniError: it tells no more.
@@ -85,7 +85,7 @@ class Faults:
             self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
 
     def _forget(self, gone: Sequence[str]) -> None:
-        """Listen to the others only: a set with a GPU that is lost answers at once, and tells nothing of the others."""
+        """Listen to the others only: of a set with a GPU that is lost every wait may fail, for the others, too."""
         for name in gone:
             del self._handles[name]
         try:
