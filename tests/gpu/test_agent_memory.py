@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -295,10 +296,12 @@ async def test_contexts_of_more_models_than_fit_are_parked_in_turn_and_no_proces
     assert all("Parked" in told(world, f"m{seed}") for seed in pids)
 
 
-async def test_a_process_that_took_more_at_its_start_than_was_held_has_others_parked_for_it(world, gpu):
+async def test_a_process_that_took_more_at_its_start_than_was_held_has_others_parked_for_it(world, gpu, monkeypatch):
+    monkeypatch.setattr(contexts_module, "_ROOM_SECONDS", 600.0)  # nobody waits for what it took itself
     await world.apply(greedy(world))
     await world.ask("m1")
     await evict(world)
+    world.instance("m1").parks_at_seconds = math.inf  # not without need
     account = world.ledger.device
     account.hold("default/other", Kind.WORKING, account.free_bytes - 2 * CONTEXT_BYTES)
     manifest = greedy(world, "m9", 9)
@@ -314,6 +317,24 @@ async def test_a_process_that_took_more_at_its_start_than_was_held_has_others_pa
         assert world.report("m1").tier == "parked"
     finally:
         account.give_back("default/other", Kind.WORKING)
+
+
+async def test_who_holds_a_context_does_not_make_the_frames_promised_to_another(world, gpu, monkeypatch):
+    await world.apply(greedy(world))
+    await world.ask("m1")
+    account, moves = world.ledger.device, world.broker.moves
+    whole = account.free_bytes // account.frame_bytes
+    account.hold("default/other", Kind.WORKING, CONTEXT_BYTES)  # makes way, and has too few frames made now
+    await world.broker.memory.frames.give_way()
+    account.give_back("default/other", Kind.WORKING)
+    account.promise("default/other", whole - 1)
+    try:
+        assert account.missing_frames()
+        monkeypatch.setattr(moves.memory.device, "create", lambda count: pytest.fail(f"{count} frames of another's"))
+        await moves.contexts.hold(world.instance("m1"), 1)
+    finally:
+        account.cancel("default/other")
+    account.give_back("default/m1", Kind.CONTEXT, 1)
 
 
 async def test_nothing_is_restored_before_its_bytes_are_free(world, gpu):
@@ -359,6 +380,49 @@ async def test_a_device_that_does_not_say_what_is_free_holds_nothing_for_a_resto
     assert world.ledger.device.held_bytes("default/m1", Kind.CONTEXT) == 0
     assert await world.ask("m1") == pytest.approx(world.answer(16, 1))
     check(world, gpu)
+
+
+async def test_a_process_that_comes_back_with_more_than_there_is_room_for_is_killed_and_says_so(
+    world, gpu, monkeypatch
+):
+    monkeypatch.setattr(contexts_module, "_ROOM_SECONDS", 0.2)
+    await parked(world)
+    monkeypatch.setattr(world.broker.moves.contexts, "_vacate", lambda _: False)
+    instance, account, real = world.instance("m1"), world.ledger.device, gpu.nvml.nvmlDeviceGetComputeRunningProcesses
+    pid, instance.parks_at_seconds = instance.process.pid, math.inf  # it is not parked again meanwhile
+
+    def grown(handle):
+        found = real(handle)
+        return [SimpleNamespace(pid=e.pid, usedGpuMemory=e.usedGpuMemory + 2 * MIB * (e.pid == pid)) for e in found]
+
+    account.hold("default/other", Kind.WORKING, account.free_bytes - CONTEXT_BYTES)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu.nvml, "nvmlDeviceGetComputeRunningProcesses", grown)
+            await world.broker.moves.parks.unpark(instance)
+    finally:
+        account.give_back("default/other", Kind.WORKING)
+    assert instance.process is None
+    assert f"needs {2 * MIB} more bytes of context on the device, 0 of" in instance.failures.last.problem
+    assert "ParkingFailed" not in told(world)
+    await right_again(world)
+
+
+async def test_a_model_that_is_removed_while_its_restore_waits_for_room_is_gone_at_once(world, gpu, monkeypatch):
+    monkeypatch.setattr(contexts_module, "_ROOM_SECONDS", 600.0)
+    await parked(world)
+    instance, account, asked = world.instance("m1"), world.ledger.device, []
+    monkeypatch.setattr(world.broker.moves.contexts, "_vacate", asked.append)  # which says that nothing comes
+    account.hold("default/other", Kind.WORKING, account.free_bytes)
+    try:
+        world.broker.moves.wake(instance, [])
+        await world.until(lambda: asked, "its restore waits")
+        await world.apply()
+        await world.until(lambda: not world.broker.instances, "it is gone")
+        assert account.held_bytes("default/m1") == world.ledger.host.held_bytes("default/m1") == 0
+        assert account.held_bytes() == account.held_bytes("default/other")
+    finally:
+        account.give_back("default/other", Kind.WORKING)
 
 
 async def test_a_restore_that_fails_ends_the_process_and_the_model_starts_cold(world, gpu):
@@ -491,6 +555,20 @@ async def test_while_the_driver_does_not_answer_what_was_granted_is_believed(wor
         assert held(world) == {Kind.CONTEXT: CONTEXT_BYTES}
     assert contexts_module.SPARE_BYTES < 16 * MIB
     await right_again(world)
+
+
+async def test_a_process_is_parked_while_the_driver_does_not_say_what_it_holds(world, gpu):
+    await world.apply(greedy(world))
+    await world.ask("m1")
+    await evict(world)
+    pid = world.instance("m1").process.pid
+    async with silent(gpu):
+        await world.broker.moves.park(world.instance("m1"), "for a test", needed=False)
+        assert (world.report("m1").tier, held(world)) == ("parked", {})
+    assert seen(gpu, world) == 0
+    assert await world.ask("m1") == pytest.approx(world.answer(16, 1))
+    assert (world.instance("m1").process.pid, held(world)[Kind.CONTEXT]) == (pid, CONTEXT_BYTES)
+    check(world, gpu)
 
 
 async def test_without_the_word_of_the_driver_a_pool_says_so_and_serves_from_what_is_granted(world, gpu, tmp_path):

@@ -30,6 +30,7 @@ from gpu.test_servers import (  # noqa: F401  (fixtures)
 from gpu.test_servers import world as emptied_world  # noqa: F401  (a fixture)
 from omnimodel.agent import parking
 from omnimodel.agent.servers import weights_of
+from omnimodel.errors import OmniError
 from omnimodel.memory.ledger import Kind
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
@@ -153,6 +154,23 @@ async def test_a_server_is_not_parked_where_the_host_is_short_and_nobody_waits_f
     finally:
         host.give_back("somebody", Kind.PROCESS)
     assert (await ask(world, "short"), starts(world, "short")) == (said, 1)
+
+
+async def test_a_server_of_which_the_driver_does_not_say_who_holds_what_is_parked_when_it_does(world, gpu, monkeypatch):
+    def unsaid() -> dict[int, int]:
+        raise OmniError("cuda:0", "does not say who has how much of it")
+
+    monkeypatch.setattr(parking, "_AGAIN_SECONDS", 0.0)
+    said = await asleep(world, "unseen")
+    instance = world.instance("unseen")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.broker.memory.device.meter, "process_bytes", unsaid)
+        await park(world, "unseen")
+    assert (world.report("unseen").tier, instance.unparkable) == ("warm", False)
+    assert held(world, "unseen") == {Kind.WORKING: CONTEXT_BYTES} == {Kind.WORKING: on_device(world, gpu, "unseen")}
+    await park(world, "unseen")
+    assert (world.report("unseen").tier, held(world, "unseen")) == ("parked", {})
+    assert (await ask(world, "unseen"), starts(world, "unseen")) == (said, 1)
 
 
 async def test_two_that_leave_the_device_at_once_do_not_count_on_the_same_host_memory(world, monkeypatch):

@@ -30,7 +30,8 @@ from gpu.machine import DEVICE_BYTES, give_frames_up, pool, somebody_else
 from gpu.servers.standin import tensors
 from gpu.serving import emptied, serving
 from gpu.test_agent import gpu  # noqa: F401  (a fixture)
-from omnimodel.errors import DispatchError, Reason
+from omnimodel.agent import servers
+from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.protocol.dispatch import InferenceRequest
 
@@ -266,6 +267,66 @@ async def test_a_server_without_a_probe_is_stopped_until_it_has_one(world):
     assert (await ask(world, "unproven"), starts(world, "unproven")) == (said, 2)
     await evict(world, "unproven")
     assert world.instance("unproven").asleep
+
+
+@pytest.mark.parametrize(
+    ("moment", "asleep"),
+    [("before it sleeps", False), ("while it falls asleep", True), ("when it has woken", True)],
+)
+async def test_a_driver_that_does_not_answer_for_a_moment_ends_no_server(world, gpu, monkeypatch, moment, asleep):  # noqa: F811
+    name = f"unheard-{moment.replace(' ', '-')}"
+    await world.apply(server(world, name))
+    said = await ask(world, name)
+    instance, meter = world.instance(name), world.broker.memory.device.meter
+    process, process_bytes, refused = instance.process, meter.process_bytes, []
+
+    def now() -> bool:
+        if refused and time.monotonic() > refused[0] + 1:
+            return False
+        put_to_sleep = world.ledger.host.held_bytes(f"default/{name}", Kind.PROMISE) > 0
+        return {
+            "before it sleeps": instance.state == "evicting" and not put_to_sleep,
+            "while it falls asleep": put_to_sleep,
+            "when it has woken": instance.proving,
+        }[moment]
+
+    def says() -> dict[int, int]:
+        if now():
+            refused.append(time.monotonic())
+            raise OmniError("cuda:0", "does not say who has how much of it")
+        return process_bytes()
+
+    monkeypatch.setattr(meter, "process_bytes", says)
+    await evict(world, name)
+    assert instance.asleep == asleep
+    assert on_device(world, gpu, name) == (CONTEXT_BYTES if asleep else 0)
+    assert (await ask(world, name), starts(world, name)) == (said, 1 if asleep else 2)
+    assert refused
+    assert instance.process is process
+    assert instance.failure is None
+
+
+async def test_a_server_that_nobody_sees_leave_is_killed_and_the_next_request_has_another(world, gpu, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(servers, "_SETTLED_SECONDS", 0.3)
+    await world.apply(server(world, "unseen"))
+    said = await ask(world, "unseen")
+    instance, meter = world.instance("unseen"), world.broker.memory.device.meter
+    pid, process_bytes = instance.process.pid, meter.process_bytes
+
+    def says() -> dict[int, int]:
+        if instance.state == "evicting":
+            raise OmniError("cuda:0", "does not say who has how much of it")
+        return process_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(meter, "process_bytes", says)
+        await evict(world, "unseen")
+    await world.until(lambda: instance.process is None, "its process is gone")
+    assert instance.failure.reason is Reason.EVICT_TIMEOUT
+    assert "does not say who has how much" in instance.failure.problem
+    await world.until(lambda: not instance.failures.waiting(time.monotonic()), "it may be tried again")
+    assert await ask(world, "unseen") == said
+    assert instance.process.pid != pid
 
 
 async def test_what_a_killed_server_held_is_free_only_when_the_driver_shows_it_no_more(world, gpu, monkeypatch):  # noqa: F811

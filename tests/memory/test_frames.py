@@ -178,6 +178,18 @@ async def test_working_memory_destroys_the_frames_that_are_worth_least(pool, acc
     assert (pool.valid_frames("a"), pool.valid_frames("b")) == (1, 4)
 
 
+async def test_who_holds_working_memory_does_not_make_the_frames_promised_to_another(
+    pool, account, device, monkeypatch
+):
+    await wake(pool, "a", 6)
+    pool.release("a")
+    account.promise("b", 8)
+    monkeypatch.setattr(device, "create", lambda count: pytest.fail(f"{count} frames of another's wake are made"))
+    account.hold("c", Kind.CONTEXT, account.free_bytes)
+    await pool.give_way()
+    assert (account.surplus_frames(), account.frames, account.missing_frames()) == (0, 6, 2)
+
+
 async def test_quarantined_frames_are_nobodys_until_the_process_is_gone(pool, account):
     await wake(pool, "a", 6)
     assert pool.quarantine("a") == 6

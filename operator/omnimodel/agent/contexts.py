@@ -141,11 +141,13 @@ class Contexts:
         return {pid: held[pid] for pid in process.pids() if held.get(pid)}
 
     async def started(self, instance: Instance) -> None:
-        """Note what a process took at its start, or took again; it may be more than was held for it.
+        """Hold what a process took at its start, or took again; one is killed that took more than there is room for."""
+        try:
+            await self._hold_taken(instance)
+        except OmniError as error:
+            await instance.kill(error)
 
-        Raises:
-            LedgerError: there is no room for so much; the process is to be killed.
-        """
+    async def _hold_taken(self, instance: Instance) -> None:
         process = instance.process
         if process is None or instance.foreign:  # a server has nothing there yet, and is looked after elsewhere
             return

@@ -186,10 +186,7 @@ class Moves:
             self.failed(instance, error)
             return
         await self._measure(instance)
-        try:
-            await self.contexts.started(instance)
-        except OmniError as error:
-            await instance.kill(error)
+        await self.contexts.started(instance)
 
     def adopt(self, instance: Instance, since_seconds: float) -> asyncio.Task[None]:
         """Go on with the process of an instance that outlived its agent; what it may hold is its own."""

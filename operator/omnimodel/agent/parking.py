@@ -159,11 +159,11 @@ class Parks:
                 self._note(instance, max(here_bytes, instance.context_bytes))
                 seconds = instance.history.last_unpark_seconds = time.perf_counter() - began
                 instance.set_state(State.WARM, f"its process was brought back in {seconds:.3f} s")
-                await self._contexts.started(instance)
         except OmniError as error:
             if instance.process is process:
                 await self._end(instance, f"its process was killed because it did not come back: {error.problem}")
             return
+        await self._contexts.started(instance)
         await self._measure(instance)
 
     def _note(self, instance: Instance, held_bytes: int) -> None:

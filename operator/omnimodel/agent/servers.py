@@ -8,12 +8,13 @@ be. All of that holds for each device of a server that spreads its model over se
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.instance import Instance
-from omnimodel.errors import ProcessError, Reason
+from omnimodel.errors import OmniError, ProcessError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.state import bytes_text
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from omnimodel.agent.moves import DeviceMemory
     from omnimodel.agent.process import ModelProcess
+
+log = logging.getLogger(__name__)
 
 SLEEPERS = frozenset({"vllm", "sglang"})
 ASLEEP_SHARE = 0.25  # of what it held awake may stay of one that sleeps: its context, graphs, buffers of libraries
@@ -46,8 +49,7 @@ async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: M
         OmniError: it has not left; its process is to be killed.
     """
     seconds = instance.limits.drain_seconds + _MARGIN_SECONDS
-    if await _may_sleep(instance, process, memories):
-        held = await _bytes(instance, process, memories)
+    if held := await _held_before_sleep(instance, process, memories):
         reply = await process.command(Evict(sleep=True), (), seconds + SLEEP_SECONDS)
         most = {name: int(held_bytes * ASLEEP_SHARE) for name, held_bytes in held.items()}
         left = await _settled(instance, process, memories, most)
@@ -83,13 +85,13 @@ def _why_sleepless(instance: Instance) -> str:
 
 
 async def check_woken(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> None:
-    """Hold a server that has just been woken to what its manifest says it takes.
+    """Hold a server that has just been woken to what its manifest says it takes, where the driver says what it has.
 
     Raises:
         ProcessError: it has more of a device than that, which nobody has set aside.
     """
     granted_bytes = instance.working_bytes
-    for name, held_bytes in (await _bytes(instance, process, memories)).items():
+    for name, held_bytes in (await _told(instance, process, memories)).items():
         if held_bytes > granted_bytes:
             where = "the device" if len(memories) == 1 else name
             raise ProcessError(
@@ -100,25 +102,28 @@ async def check_woken(instance: Instance, process: ModelProcess, memories: Seque
             )
 
 
-async def _may_sleep(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> bool:
-    """Whether a server can be put to sleep: what it says can be checked, and the host has room for its weights.
+async def _held_before_sleep(
+    instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]
+) -> dict[str, int]:
+    """What a server has on each device that can be put to sleep; nothing for one that cannot.
 
-    The room is its own until its move is over.
+    What it says of its sleep can be checked then, and the host has room for its weights, which is its own until its
+    move is over.
     """
     if instance.spec["engine"] not in SLEEPERS or _why_sleepless(instance):
-        return False
-    held = await _bytes(instance, process, memories)
+        return {}
+    held = await _told(instance, process, memories)
     if len(held) < len(memories) or not all(held.values()):  # a driver that does not see it awake cannot say it sleeps
-        return False
+        return {}
     source = instance.prepared.source if instance.prepared else None
     if source is None:
-        return False
+        return {}
     weights_bytes = await asyncio.to_thread(weights_of, source)
     host = memories[0].ledger.host
     if host.free_bytes < weights_bytes:
-        return False
+        return {}
     host.hold(instance.name, Kind.PROMISE, weights_bytes)
-    return True
+    return held
 
 
 def weights_of(source: Path) -> int:
@@ -130,17 +135,40 @@ def weights_of(source: Path) -> int:
 async def _settled(
     instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory], most: Mapping[str, int]
 ) -> dict[str, int]:
-    """What a process and its children have on each device, once it is as little as that, or after a while."""
+    """What a process and its children have on each device, once it is as little as that, or after a while.
+
+    Raises:
+        OmniError: the driver has not said, to the end.
+    """
     deadline = time.monotonic() + _SETTLED_SECONDS
     while True:
-        left = await _bytes(instance, process, memories)
-        if all(left_bytes <= most.get(name, 0) for name, left_bytes in left.items()) or time.monotonic() > deadline:
-            return left
+        last = time.monotonic() > deadline
+        try:
+            left = await _bytes(instance, process, memories)
+        except OmniError:
+            if last:
+                raise
+        else:
+            if last or all(left_bytes <= most.get(name, 0) for name, left_bytes in left.items()):
+                return left
         await asyncio.sleep(_LOOK_SECONDS)
 
 
+async def _told(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> dict[str, int]:
+    """The same as `_bytes`; nothing when the driver does not answer."""
+    try:
+        return await _bytes(instance, process, memories)
+    except OmniError as error:
+        log.warning("device_not_measured model=%s problem=%r", instance.name, str(error))
+        return {}
+
+
 async def _bytes(instance: Instance, process: ModelProcess, memories: Sequence[DeviceMemory]) -> dict[str, int]:
-    """What the driver says that a process and its children have on each device that it tells of."""
+    """What the driver says that a process and its children have on each device that it tells of.
+
+    Raises:
+        OmniError: it does not answer.
+    """
 
     def measure() -> dict[str, int]:
         meters = {memory.device.name: memory.device.meter for memory in memories}
