@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from agent.world import MIB, World
+from gpu.greedy import evict, gpu, greedy, running, told, world  # noqa: F401  (fixtures)
 from gpu.machine import check, give_frames_up, pool, somebody_else
-from gpu.test_agent_memory import evict, gpu, greedy, running, told, world  # noqa: F401  (fixtures)
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.devices import cuda, cuda_arena
 from omnimodel.memory.ledger import Kind
