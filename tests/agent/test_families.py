@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 
-from omnimodel.agent.process import family_of
+from omnimodel.agent.family import family_of
 
 
 def test_what_has_begun_a_session_of_its_own_belongs_to_who_started_it() -> None:

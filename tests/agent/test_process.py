@@ -97,7 +97,7 @@ async def test_a_refused_command_says_why(tmp_path: Path) -> None:
 async def test_a_command_for_another_process_is_refused(tmp_path: Path) -> None:
     async with children(tmp_path) as many:
         process = await many.make()
-        process.instance = "its-predecessor"
+        process._conversation._instance = "its-predecessor"
         with pytest.raises(ProcessError, match="meant for another"):
             await process.command(Ping())
 

@@ -168,7 +168,7 @@ async def test_a_process_that_took_more_at_its_start_than_was_held_has_others_pa
     await world.apply(greedy(world))
     await world.ask("m1")
     await evict(world)
-    world.instance("m1").parks_at_seconds = math.inf  # not without need
+    world.instance("m1").rest.parks_at_seconds = math.inf  # not without need
     account = world.ledger.device
     account.hold("default/other", Kind.WORKING, account.free_bytes - 2 * CONTEXT_BYTES)
     manifest = greedy(world, "m9", 9)

@@ -140,7 +140,7 @@ async def test_a_process_that_comes_back_with_more_than_there_is_room_for_is_kil
     await parked(world)
     monkeypatch.setattr(world.broker.moves.contexts, "_vacate", lambda _: False)
     instance, account, real = world.instance("m1"), world.ledger.device, gpu.nvml.nvmlDeviceGetComputeRunningProcesses
-    pid, instance.parks_at_seconds = instance.process.pid, math.inf  # it is not parked again meanwhile
+    pid, instance.rest.parks_at_seconds = instance.process.pid, math.inf  # it is not parked again meanwhile
 
     def grown(handle):
         found = real(handle)

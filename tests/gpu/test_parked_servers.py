@@ -58,7 +58,7 @@ async def asleep(world: World, name: str, engine: str = "vllm", **spec) -> str:
     await world.apply(server(world, name, engine, **spec))
     said = await ask(world, name)
     await evict(world, name)
-    assert world.instance(name).asleep
+    assert world.instance(name).rest.asleep
     return said
 
 
@@ -122,7 +122,7 @@ async def test_a_server_that_does_not_come_back_is_started_anew_and_never_parked
     assert "ParkingFailed" in told(world, "lost")
     gpu.checkpoint = lambda _name, _pid: ()
     await evict(world, "lost")
-    assert world.instance("lost").asleep
+    assert world.instance("lost").rest.asleep
     await park(world, "lost")
     assert (world.report("lost").tier, on_device(world, gpu, "lost")) == ("warm", CONTEXT_BYTES)
     assert (await ask(world, "lost"), starts(world, "lost")) == (said, 2)
@@ -166,7 +166,7 @@ async def test_a_server_of_which_the_driver_does_not_say_who_holds_what_is_parke
     with monkeypatch.context() as patch:
         patch.setattr(world.broker.memory.device.meter, "process_bytes", unsaid)
         await park(world, "unseen")
-    assert (world.report("unseen").tier, instance.unparkable) == ("warm", False)
+    assert (world.report("unseen").tier, instance.rest.unparkable) == ("warm", False)
     assert held(world, "unseen") == {Kind.WORKING: CONTEXT_BYTES} == {Kind.WORKING: on_device(world, gpu, "unseen")}
     await park(world, "unseen")
     assert (world.report("unseen").tier, held(world, "unseen")) == ("parked", {})
@@ -190,7 +190,7 @@ async def test_two_that_leave_the_device_at_once_do_not_count_on_the_same_host_m
 
     weights = {weights_of(world.instance(name).prepared.source) for name in names}
     await with_room(3 * weights.pop() // 2, evict)
-    assert sorted(world.instance(name).asleep for name in names) == [False, True]
+    assert sorted(world.instance(name).rest.asleep for name in names) == [False, True]
     assert [await ask(world, name) for name in names] == said
     for name in names:
         await evict(world, name)

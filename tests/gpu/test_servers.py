@@ -156,7 +156,7 @@ async def test_a_server_that_is_evicted_sleeps_and_answers_the_same_after_its_wa
     for _ in range(3):
         await evict(world, name)
         assert on_device(world, gpu, name) == CONTEXT_BYTES == world.report(name).device_bytes
-        assert (world.report(name).tier, world.instance(name).asleep) == ("warm", True)
+        assert (world.report(name).tier, world.instance(name).rest.asleep) == ("warm", True)
         assert "its server sleeps" in world.instance(name).message
         assert await ask(world, name) == said
         assert {child.pid for child in children(world, name)} == pids
@@ -178,7 +178,7 @@ async def test_more_servers_than_the_device_holds_answer_all_and_sleepers_give_w
     for index in range(8):
         await one(index)
     await asyncio.gather(*(one(index) for index in range(40)))
-    assert all(not world.instance(name).sleepless for name in names)
+    assert all(not world.instance(name).rest.sleepless for name in names)
 
 
 async def test_a_wake_makes_room_again_for_what_others_are_seen_to_hold_meanwhile(world, gpu, monkeypatch):  # noqa: F811
@@ -249,7 +249,7 @@ async def test_a_server_is_stopped(world, gpu, fault, why):  # noqa: F811
         await evict(world, name)
         assert (world.report(name).tier, world.report(name).device_bytes) == ("warm", 0)
         assert (children(world, name), on_device(world, gpu, name)) == ([], 0)
-        assert world.instance(name).sleepless == why
+        assert world.instance(name).rest.sleepless == why
         assert world.report(name).message.endswith(f"its server was stopped{': ' * bool(why)}{why}")
     assert await ask(world, name) == said
 
@@ -266,7 +266,7 @@ async def test_a_server_without_a_probe_is_stopped_until_it_has_one(world):
     await world.apply(manifest)
     assert (await ask(world, "unproven"), starts(world, "unproven")) == (said, 2)
     await evict(world, "unproven")
-    assert world.instance("unproven").asleep
+    assert world.instance("unproven").rest.asleep
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ async def test_a_driver_that_does_not_answer_for_a_moment_ends_no_server(world, 
 
     monkeypatch.setattr(meter, "process_bytes", says)
     await evict(world, name)
-    assert instance.asleep == asleep
+    assert instance.rest.asleep == asleep
     assert on_device(world, gpu, name) == (CONTEXT_BYTES if asleep else 0)
     assert (await ask(world, name), starts(world, name)) == (said, 1 if asleep else 2)
     assert refused
@@ -377,11 +377,11 @@ async def test_a_server_that_does_not_wake_is_started_anew_for_the_request_and_s
     await world.apply(server(world, name, engine, fault="insomnia"))
     said = await ask(world, name)
     await evict(world, name)
-    assert world.instance(name).asleep
+    assert world.instance(name).rest.asleep
     assert (await ask(world, name), starts(world, name)) == (said, 2)
-    assert "its server answered /" in world.instance(name).sleepless
+    assert "its server answered /" in world.instance(name).rest.sleepless
     await evict(world, name)
-    assert (world.instance(name).asleep, world.report(name).device_bytes) == (False, 0)
+    assert (world.instance(name).rest.asleep, world.report(name).device_bytes) == (False, 0)
     assert "stopped: its server answered /" in world.report(name).message
 
 
@@ -392,7 +392,7 @@ async def test_a_server_that_dies_asleep_leaves_nothing_behind_and_the_next_requ
     os.kill(children(world, "dies")[-1].pid, signal.SIGKILL)
     await world.until(lambda: world.instance("dies").process is None, "its process has ended with it")
     await world.until(lambda: not world.ledger.device.held_bytes("default/dies"), "its bytes are free")
-    assert not world.instance("dies").asleep
+    assert not world.instance("dies").rest.asleep
     assert (await ask(world, "dies"), starts(world, "dies")) == (said, 2)
 
 
@@ -401,9 +401,9 @@ async def test_a_server_that_wakes_with_wrong_weights_answers_nobody(world):
     said = await ask(world, "garbled")
     await evict(world, "garbled")
     assert (await ask(world, "garbled"), starts(world, "garbled")) == (said, 2)
-    assert "wrong answer" in world.instance("garbled").sleepless
+    assert "wrong answer" in world.instance("garbled").rest.sleepless
     await evict(world, "garbled")
-    assert not world.instance("garbled").asleep
+    assert not world.instance("garbled").rest.asleep
 
 
 async def test_a_server_that_takes_more_than_it_was_granted_does_not_serve(world):

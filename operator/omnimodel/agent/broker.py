@@ -366,7 +366,7 @@ class Broker:
     def _resting_bytes(self, instance: Instance) -> int:
         """What a warm process holds on the device, and does not when it is parked or ended."""
         if instance.foreign:
-            return instance.asleep_bytes.get(self.name, 0)
+            return instance.rest.asleep_bytes.get(self.name, 0)
         return self.memory.ledger.device.held_bytes(instance.name, Kind.CONTEXT)
 
     async def _watch_device(self) -> None:

@@ -261,7 +261,7 @@ class Contexts:
             return []
         for (server, its_process), found_pids in zip(servers, pids, strict=True):
             if server.process is its_process:
-                server.device_pids |= found_pids
+                server.rest.pids |= found_pids
         found = []
         for instance, process, since in seen:
             if process is None or (instance.process, instance.since_seconds) != (process, since):
@@ -295,7 +295,7 @@ class Contexts:
         """Keep what an ended process held until the driver shows it no more: it takes back a little later."""
         left_bytes = sum(self._account.give_back(instance.name, kind) for kind in (Kind.WORKING, Kind.CONTEXT))
         self._first.pop(instance.name, None)
-        pids = frozenset(instance.device_pids)
+        pids = frozenset(instance.rest.pids)
         if not left_bytes or not pids or not self.measured or self._is_lost():
             return
         holder = f"{instance.name} ended {min(pids)}"

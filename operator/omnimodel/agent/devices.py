@@ -272,7 +272,7 @@ class Devices:
         stay = Stay(
             device=instance.device,
             warm=instance.process is not None,
-            seconds=now - instance.started_seconds,
+            seconds=now - instance.lifetime.started_seconds,
             paid_seconds=again * instance.history.last_wake_seconds,
             restart_seconds=instance.history.last_start_seconds,
             shunned=_shunned(instance, now),

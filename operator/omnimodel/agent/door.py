@@ -125,5 +125,5 @@ class Door:
                 reason=Reason.CRASHED,
                 status=502,
             )
-        ended = instance.ended_because(process) or ended
+        ended = instance.lifetime.ended_because(process) or ended
         return DispatchError(instance.subject, ended.problem, ended.cure, reason=ended.reason, status=502)

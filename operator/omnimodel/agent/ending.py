@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 
+KILL_SECONDS = 10.0  # for the kernel to confirm an end; a process that hangs in a driver takes longer
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Source: include/uapi/linux/pidfd.h
 
 

@@ -64,7 +64,7 @@ class Ingress:
                 break
             except _NotTakenError as error:  # its process died before it could take the request: the next one will
                 try:
-                    await instance.ended(error.process)
+                    await instance.lifetime.ended(error.process)
                 finally:
                     waiter.leave()
                 instance = self._enter(request.model)  # by now a newer revision may serve

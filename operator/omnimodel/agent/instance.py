@@ -15,19 +15,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
-
 from omnimodel.agent.declared import Limits, Residency
 from omnimodel.agent.door import Door
+from omnimodel.agent.ending import KILL_SECONDS
 from omnimodel.agent.failures import Failures
 from omnimodel.agent.history import History
+from omnimodel.agent.lifetime import Lifetime
 from omnimodel.agent.line import Line
+from omnimodel.agent.rest import Rest
 from omnimodel.agent.spread import Spread
 from omnimodel.agent.tokens import told
 from omnimodel.errors import OmniError, ProcessError
 from omnimodel.protocol.process import SLEEP_SECONDS, Evict, Settle, Start, Wake
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from omnimodel.agent.preparation import Prepared
     from omnimodel.agent.process import ModelProcess
     from omnimodel.memory.devices import Fence, Frame
@@ -36,11 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ACKNOWLEDGE_SECONDS = 10.0  # to map or unmap frames
-_STOP_SECONDS = 2.0
-_KILL_SECONDS = 10.0  # for the kernel to confirm an end; a process that hangs in a driver takes longer
-_MARGIN_SECONDS = 5.0  # beyond what a foreign engine is given, so that its own word on why it was late arrives
-_IDLE_CONNECTION_SECONDS = 15.0
-_IDLE_FOREIGN_CONNECTION_SECONDS = 2.0  # their servers close idle connections themselves, some after five seconds
+MARGIN_SECONDS = 5.0  # beyond what a foreign engine is given, so that its own word on why it was late arrives
 
 
 class State(StrEnum):
@@ -103,26 +102,18 @@ class Instance:
         self.spread = Spread(spec["devices"])  # its process, while it has one, is bound to these devices
         self.moved_seconds = -math.inf  # when its process was ended for another device
         self.shunned: dict[str, float] = {}  # devices that had no memory for it, and until when it goes elsewhere
-        self.started_seconds, self.wakes_before = -math.inf, 0  # of its process
+        self.wakes_before = 0  # when its process was started
         self.prepared: Prepared | None = None
         self.verified = False
         self.measured = False
         self.working_bytes = 0
         self.context_bytes = 0  # what its process holds on the device beside frames and working memory
-        self.device_pids: set[int] = set()  # of its processes those that were seen to hold device memory
-        self.parked_pid = 0  # which of them is parked, when it is
-        self.unparkable = False  # the driver refused its process, or failed with it
-        self.parks_at_seconds = 0.0  # when it makes sense to park it, if that need not be
+        self.lifetime = Lifetime(name, gone=self._process_gone, buried=self._process_buried)
+        self.rest = Rest()  # what its process has of its devices while it is not resident
         self.coming_bytes = 0  # what its engine knows that it will need beyond a first answer
         self.private_bytes = 0
-        self.process: ModelProcess | None = None
         self.fence: Fence | None = None  # of its process
-        self.session: aiohttp.ClientSession | None = None
         self.mapped: Sequence[Frame] | None = None  # what its process may have mapped; None when it is not resident
-
-        self.asleep = False  # its foreign server is on no device, and has not ended
-        self.asleep_bytes: dict[str, int] = {}  # that stay of it on each device meanwhile
-        self.sleepless = ""  # why its server is stopped where others are put to sleep
 
         # Set by the broker when it has decided, before the move begins.
         self.draining = False
@@ -132,7 +123,6 @@ class Instance:
         self.made_room = ""  # for whom it left the device, until it is back
         self.reserved = False
         self.proving = False  # it was woken, and is asked its known answer or measured before anybody is let in
-        self.hung = False  # killed, and not seen to be gone: what it holds stays its own
         self.blocked: Blocked | None = None  # why it can never be resident
         self.blocked_by = ""  # the device that says so
         self.removed = ""
@@ -148,9 +138,6 @@ class Instance:
         self._changed = changed
         self._on_exit = on_exit
         self._keep = keep
-        self._watch: asyncio.Task[None] | None = None
-        self._ending = False  # told to
-        self._killed: tuple[ModelProcess, OmniError | None] | None = None  # the last one, and why
 
     def update(self, spec: dict[str, Any]) -> None:
         """Take over what may change without a new process: limits of the queue, residency, names, probe."""
@@ -168,6 +155,16 @@ class Instance:
             self.wanted_since_seconds = time.monotonic()
 
     # What it is
+
+    @property
+    def process(self) -> ModelProcess | None:
+        """That it has, from its start until it is seen to be gone."""
+        return self.lifetime.process
+
+    @property
+    def session(self) -> aiohttp.ClientSession | None:
+        """Connections to its process."""
+        return self.lifetime.session
 
     @property
     def device(self) -> str:
@@ -207,7 +204,7 @@ class Instance:
     @property
     def held_bytes(self) -> int:
         """What it holds on each device, or will when moves under way are done; others can have a warm one parked."""
-        if self.hung:  # its frames are in quarantine
+        if self.lifetime.hung:  # its frames are in quarantine
             return self.beside_bytes
         if self.reserved or (self.state is State.RESIDENT and not self.leaving):
             return self.weights_bytes + self.beside_bytes
@@ -259,16 +256,6 @@ class Instance:
         """Why it failed the last time, as long as it has not recovered."""
         return self.failures.last
 
-    def ended_because(self, process: ModelProcess) -> OmniError | None:
-        """Why the agent has ended a process, if it had a reason that concerns its requests."""
-        return self._killed[1] if self._killed is not None and self._killed[0] is process else None
-
-    async def ended(self, process: ModelProcess) -> None:
-        """Wait until a process that does not take connections is seen to be gone; not for long."""
-        watch = self._watch
-        if self.process is process and watch is not None:
-            await asyncio.wait([watch], timeout=_STOP_SECONDS)
-
     # What the broker tells it
 
     async def start(self) -> None:
@@ -281,7 +268,6 @@ class Instance:
         prepared = self.prepared
         assert prepared is not None
         began = time.monotonic()
-        self._ending = False
         self.set_state(State.STARTING, "its process is being started")
         process: ModelProcess | None = None
         try:
@@ -299,7 +285,7 @@ class Instance:
         except BaseException as error:
             if process is not None:
                 process.kill()
-                await asyncio.wait([process.exited], timeout=_KILL_SECONDS)
+                await asyncio.wait([process.exited], timeout=KILL_SECONDS)
             self.set_state(State.COLD, error.problem if isinstance(error, OmniError) else "its start was cancelled")
             raise
         self.coming_bytes = reply.number("workingBytes")
@@ -311,11 +297,9 @@ class Instance:
 
     def follow(self, process: ModelProcess) -> None:
         """Have this process from now on, until it is seen to be gone."""
-        self.process, self.session = process, self._session(process)
-        self.device_pids = set() if self.foreign else {process.pid}
-        self.unparkable = self.unparkable and self.foreign  # of a server nobody knows why, and its start is dear
-        self.started_seconds, self.wakes_before = time.monotonic(), self.history.wakes
-        self._watch = asyncio.create_task(self._watch_exit(process), name=f"watch {self.name}")
+        self.lifetime.begin(process, foreign=self.foreign)
+        self.rest.begin(process.pid, foreign=self.foreign)
+        self.wakes_before = self.history.wakes
 
     def keep(self) -> None:
         """Provide for the agent being killed. Before its first right answer a process is not worth it."""
@@ -344,14 +328,6 @@ class Instance:
         else:
             raise ProcessError(self.subject, "what the agent told its process last before it was killed has failed")
 
-    def _session(self, process: ModelProcess) -> aiohttp.ClientSession:
-        idle_seconds = _IDLE_FOREIGN_CONNECTION_SECONDS if self.foreign else _IDLE_CONNECTION_SECONDS
-        return aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path=str(process.socket_path), limit=0, keepalive_timeout=idle_seconds),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-        )
-
     def begin_wake(self) -> None:
         """WARM or FROZEN -> WAKING."""
         assert self.state in {State.WARM, State.FROZEN}
@@ -376,13 +352,12 @@ class Instance:
         timeout_seconds = self._acknowledged_within(self.limits.load_deadline_seconds)
         self.mapped = frames
         self.keep()
-        if self.asleep:  # before it is started anew, if it has to be
+        if self.rest.asleep:  # before it is started anew, if it has to be
             timeout_seconds += SLEEP_SECONDS
         working_bytes = 0 if self.prepared is None or self.prepared.device == "host" else self.working_bytes
         told = Wake([frame.id for frame in frames], fence_base, working_bytes)
         reply = await process.command(told, [frame.descriptor for frame in frames], timeout_seconds)
-        self.sleepless = str(reply.values.get("restarted") or self.sleepless)
-        self.asleep, self.asleep_bytes = False, {}
+        self.rest.wake(sleepless=str(reply.values.get("restarted") or ""))
         now = time.monotonic()
         self.note_wake(copy_seconds + now - began)
         self.woken_seconds = self.idle_seconds = now
@@ -399,7 +374,7 @@ class Instance:
 
     def _acknowledged_within(self, engine_seconds: float) -> float:
         """How long the process has for a wake or an evict; a foreign engine starts or ends meanwhile."""
-        return engine_seconds + _MARGIN_SECONDS if self.foreign else _ACKNOWLEDGE_SECONDS
+        return engine_seconds + MARGIN_SECONDS if self.foreign else _ACKNOWLEDGE_SECONDS
 
     def wake_failed(self) -> None:
         """WAKING -> where it was: nothing was mapped."""
@@ -456,13 +431,10 @@ class Instance:
 
     async def stop(self, why: str) -> None:
         """WARM -> COLD: end the process in peace."""
-        process = self.process
-        if process is None:
+        if self.process is None:
             return
-        self._ending = True
         self.set_state(State.STOPPING, why)
-        await process.stop(_STOP_SECONDS)
-        await self._ended()
+        await self.lifetime.stop()
         self.message = why
 
     async def kill(self, why: OmniError | None = None) -> bool:
@@ -470,33 +442,17 @@ class Instance:
 
         One that hangs in the kernel is not, and what it holds stays its own until it is.
         """
-        if self.process is None:
-            return True
-        self._ending, self._killed = True, (self.process, why)
-        self.process.kill()
-        return await self._ended()
+        return await self.lifetime.kill(why)
 
-    async def _ended(self) -> bool:
-        watch = self._watch
-        if watch is None:
-            return True
-        await asyncio.wait([watch], timeout=_KILL_SECONDS)
-        self.hung = not watch.done()
-        if self.hung:
-            log.error("not_gone model=%s pid=%s", self.name, self.process.pid if self.process else 0)
-        return watch.done()
-
-    async def _watch_exit(self, process: ModelProcess) -> None:
-        ended = await asyncio.shield(process.exited)
-        session, self.session, self.process, self.mapped = self.session, None, None, None
+    def _process_gone(self) -> None:
+        self.mapped = None
         self.set_state(State.STOPPING, "its process has ended")
-        if session is not None:
-            await session.close()
+
+    def _process_buried(self, error: OmniError | None) -> None:
         self.frozen_since_seconds = None
-        self.hung = self.asleep = False
-        self.private_bytes, self.asleep_bytes = 0, {}
+        self.rest.end()
+        self.private_bytes = 0
         self.line.owed = 0
-        error = self.ended_because(process) if self._ending else ended
         if error is not None:
             self.history.restarts += 1
         self.set_state(State.COLD, error.problem if error is not None else self.message)

@@ -16,11 +16,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnimodel.agent.ending import KILL_SECONDS
 from omnimodel.agent.limits import Groups
 
 log = logging.getLogger(__name__)
-
-_KILL_SECONDS = 10.0
 
 
 def boot_id() -> str:
@@ -97,7 +96,7 @@ class Leftovers:
     paths: int
 
 
-def kill_exactly(pids: Sequence[tuple[int, int]], timeout_seconds: float = _KILL_SECONDS) -> int:
+def kill_exactly(pids: Sequence[tuple[int, int]], timeout_seconds: float = KILL_SECONDS) -> int:
     """Kill the processes with these (pid, start ticks), and no others that have the same pid; wait for their end.
 
     Returns:

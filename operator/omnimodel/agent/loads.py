@@ -158,7 +158,7 @@ class Loads:
         if self.memory.device.on_host:
             self.memory.ledger.host.give_back(instance.name, Kind.PROCESS)
         proves, measures = proves_wakes(instance), servers.serves(instance, self.memory)
-        instance.proving, slept, process = proves or measures, instance.asleep, instance.process
+        instance.proving, slept, process = proves or measures, instance.rest.asleep, instance.process
         try:
             await instance.wake(frames, copy_seconds, fence_base)
             if process is not None and measures:
@@ -167,7 +167,7 @@ class Loads:
                 await prove(instance)
         except OmniError as error:
             if slept:
-                instance.sleepless = f"after its sleep {error.problem}"
+                instance.rest.sleepless = f"after its sleep {error.problem}"
             raise
 
     async def _room_on_host(self, image: ImageRef) -> None:

@@ -286,7 +286,7 @@ class Moves:
         if instance.state is not State.FROZEN:
             if instance.foreign:
                 for memory in memories:
-                    left_bytes = instance.asleep_bytes.get(memory.device.name, 0)
+                    left_bytes = instance.rest.asleep_bytes.get(memory.device.name, 0)
                     memory.ledger.device.set(instance.name, Kind.WORKING, left_bytes)
             else:
                 await self.contexts.given_back(instance, self.parks)

@@ -73,12 +73,14 @@ class Parks:
 
     def can(self, instance: Instance) -> bool:
         """Whether its process, which is warm, can be parked as far as is known, and may be without need."""
-        return time.monotonic() >= instance.parks_at_seconds and self._possible(instance)
+        return time.monotonic() >= instance.rest.parks_at_seconds and self._possible(instance)
 
     def _possible(self, instance: Instance) -> bool:
-        if self._memory.device.parking is None or instance.unparkable:
+        if self._memory.device.parking is None or instance.rest.unparkable:
             return False
-        return not instance.foreign or (len(instance.asleep_bytes) == 1 and any(instance.asleep_bytes.values()))
+        return not instance.foreign or (
+            len(instance.rest.asleep_bytes) == 1 and any(instance.rest.asleep_bytes.values())
+        )
 
     async def park(self, instance: Instance, why: str) -> bool:
         """WARM -> PARKED, or COLD when it failed half-way.
@@ -91,7 +93,7 @@ class Parks:
             return True
         if parking is None or not self._possible(instance):
             return False
-        instance.parks_at_seconds = time.monotonic() + _AGAIN_SECONDS  # if it is not now
+        instance.rest.parks_at_seconds = time.monotonic() + _AGAIN_SECONDS  # if it is not now
         holders = await self._contexts.holders(process)
         if instance.process is not process:
             return True
@@ -118,13 +120,13 @@ class Parks:
             return True
         except OmniError as error:
             log.warning("not_parked model=%s problem=%r", instance.name, error.problem)
-            instance.unparkable = True
+            instance.rest.unparkable = True
             return instance.process is not process
         if instance.process is not process:
             return True
         account.give_back(instance.name, Kind.WORKING)
         self._note(instance, left_bytes)
-        instance.context_bytes, instance.parked_pid, instance.parks_at_seconds = held_bytes, pid, 0.0
+        instance.context_bytes, instance.rest.parked_pid, instance.rest.parks_at_seconds = held_bytes, pid, 0.0
         instance.set_state(State.PARKED, why)
         await self._measure(instance)
         self._tell(instance, "Parked", why)
@@ -142,7 +144,7 @@ class Parks:
         if process is None:
             return
         began = time.perf_counter()
-        kind, pid, account = _kind(instance), instance.parked_pid, self._memory.ledger.device
+        kind, pid, account = _kind(instance), instance.rest.parked_pid, self._memory.ledger.device
         here_bytes = account.held_bytes(instance.name, kind)
         more_bytes = max(0, instance.context_bytes - here_bytes)
         await self._contexts.hold(instance, more_bytes, kind)
@@ -170,11 +172,11 @@ class Parks:
         """Say what a process at rest holds on the device now."""
         self._memory.ledger.device.set(instance.name, _kind(instance), held_bytes)
         if instance.foreign:
-            instance.asleep_bytes = {self._memory.device.name: held_bytes}
+            instance.rest.asleep_bytes = {self._memory.device.name: held_bytes}
 
     async def _end(self, instance: Instance, why: str) -> None:
         """Kill a process that is lost; its model starts cold when it is wanted."""
-        instance.unparkable = True
+        instance.rest.unparkable = True
         instance.set_state(State.STOPPING, why)
         self._tell(instance, "ParkingFailed", why, warning=True)
         await instance.kill()

@@ -10,41 +10,30 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from omnimodel.agent.ending import signal_name, status_by_pidfd
+from omnimodel.agent.conversation import Conversation, ProgressSaid
+from omnimodel.agent.ending import KILL_SECONDS, signal_name, status_by_pidfd
+from omnimodel.agent.family import family_of
 from omnimodel.agent.journal import has_ended
 from omnimodel.agent.limits import Group
 from omnimodel.agent.output import Output
 from omnimodel.agent.private import PrivateMemory
 from omnimodel.agent.zygotes import Forked
-from omnimodel.errors import OmniError, ProcessError, Reason
+from omnimodel.errors import ProcessError, Reason
 from omnimodel.isolation import Level, SandboxPlan
-from omnimodel.protocol.channel import ChannelClosed
 from omnimodel.protocol.process import (
-    Build,
     Command,
-    Envelope,
-    Evict,
-    Progress,
-    Publish,
     Reply,
-    Settle,
     Start,
     Stop,
-    Wake,
-    decode,
 )
 
 log = logging.getLogger(__name__)
 
-ProgressSaid = Callable[[Progress], None]
-
 _STATUS_SECONDS = 1.0
 _STATUS_LOOKS, _LOOK_SECONDS = 20, 0.01
 _DRAIN_SECONDS = 0.5
-_KILL_SECONDS = 10.0
 _WATCH_SECONDS = 0.5
 _DEAF_SECONDS = 5.0
 
@@ -59,21 +48,6 @@ class ProcessExit(ProcessError):
     def __init__(self, subject: str, problem: str, cure: str, *, reason: Reason, status: int | None) -> None:
         super().__init__(subject, problem, cure, reason=reason)
         self.status = status
-
-
-@dataclass
-class _Moving:
-    """The time limit of a command that may take as long as it moves."""
-
-    limit: asyncio.Timeout
-    seconds: float
-    last: Progress | None = None
-
-    def extend(self, said: Progress) -> None:
-        """Begin the time anew when something has moved."""
-        if said != self.last and not self.limit.expired():
-            self.last = said
-            self.limit.reschedule(asyncio.get_running_loop().time() + self.seconds)
 
 
 class ModelProcess:
@@ -128,10 +102,9 @@ class ModelProcess:
         self.output = output
         self.listener = listener
         self._release = release
-        self._next_id = first_command
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._progress: dict[int, ProgressSaid] = {}
-        self._moving: dict[int, _Moving] = {}
+        self._conversation = Conversation(
+            subject, generation, plan.instance, forked.channel, first=first_command, not_understood=self._not_understood
+        )
         self.computed = (0, 0)  # tokens of prompts, and generated, as it told last
         self._stopping = False
         self._killed = False
@@ -141,7 +114,7 @@ class ModelProcess:
         self._deaf = False  # it closed its control channel
         self._dead = asyncio.Event()
         loop.add_reader(self._pidfd, self._died)
-        self._reader = asyncio.create_task(self._read(), name=f"read {self.instance}")
+        self._reader = asyncio.create_task(self._conversation.listen(), name=f"read {self.instance}")
         self._released = asyncio.create_task(self._end(), name=f"end {self.instance}")
         watched = plan.memory_bytes and not group.limits_memory
         self._watcher = asyncio.create_task(self._watch_memory(), name=f"watch {self.instance}") if watched else None
@@ -192,60 +165,15 @@ class ModelProcess:
         """
         if self._exited.done():
             raise self._exited.result()
-        number, self._next_id = self._next_id, self._next_id + 1
-        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[number] = waiter
-        if progress is not None:
-            self._progress[number] = progress
         if isinstance(command, Start):
             assert self.listener is not None
             descriptors = (self.listener.fileno(), *descriptors)
-        envelope = Envelope(number, self.generation, self.instance, command)
-        try:
-            async with asyncio.timeout(timeout_seconds) as limit:
-                if isinstance(command, Start | Publish | Build):
-                    self._moving[number] = _Moving(limit, timeout_seconds)
-                with contextlib.suppress(ChannelClosed):  # it is ending: the waiter gets to know why
-                    await self._channel.send(envelope.to_message(), descriptors)
-                reply = await waiter
-        except TimeoutError as error:
-            reason, cure = _LATE.get(type(command), (Reason.DEADLINE_EXCEEDED, "see its log"))
-            moving = " without any progress" if number in self._moving else ""
-            problem = f"its process did not answer {command.op!r} in {timeout_seconds:g} s{moving}"
-            raise ProcessError(self.subject, problem, cure, reason=reason) from error
-        finally:
-            self._replies.pop(number, None)
-            self._progress.pop(number, None)
-            self._moving.pop(number, None)
-        if not reply.ok:
-            reason = Reason(reply.reason) if reply.reason in _OF_ITSELF else Reason.HANDLER_FAILED
-            problem = reply.message.removeprefix(f"{self.subject}: ")  # its own errors name it, too
-            refusal = ProcessError(self.subject, problem, "", reason=reason)
-            if reply.detail:
-                refusal.add_note(reply.detail)
-            raise refusal
-        return reply
+        return await self._conversation.ask(command, descriptors, timeout_seconds, progress)
 
-    async def _read(self) -> None:
-        """Take what the process says. It runs a stranger's code: a flood, or anything that is no message, ends it."""
-        try:
-            while True:
-                message, _ = await self._channel.receive()
-                said = decode(message)
-                if isinstance(said, Progress):
-                    for moving in self._moving.values():
-                        moving.extend(said)
-                    for callback in list(self._progress.values()):
-                        callback(said)
-                elif (waiter := self._replies.get(said.id)) is not None and not waiter.done():
-                    waiter.set_result(said)
-        except ChannelClosed:
-            return
-        except Exception as error:
-            problem = error.problem if isinstance(error, OmniError) else repr(error)
-            log.warning("message_not_understood instance=%s problem=%r", self.instance, problem)
-            self._garbled = problem
-            self.kill()
+    def _not_understood(self, problem: str) -> None:
+        log.warning("message_not_understood instance=%s problem=%r", self.instance, problem)
+        self._garbled = problem
+        self.kill()
 
     # Memory
 
@@ -311,12 +239,12 @@ class ModelProcess:
         if not self._exited.done():
             self.kill()
         try:
-            async with asyncio.timeout(_KILL_SECONDS):
+            async with asyncio.timeout(KILL_SECONDS):
                 return await self.exited
         except TimeoutError as error:
             raise ProcessError(
                 self.subject,
-                f"its process {self.pid} is still there {_KILL_SECONDS:g} s after SIGKILL",
+                f"its process {self.pid} is still there {KILL_SECONDS:g} s after SIGKILL",
                 "it hangs in the kernel or a driver; its memory stays counted",
                 reason=Reason.EVICT_TIMEOUT,
             ) from error
@@ -339,9 +267,7 @@ class ModelProcess:
         await asyncio.wait([self._reader, self.output.ended], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
         reason = self._reason(status)
-        for waiter in self._replies.values():
-            if not waiter.done():
-                waiter.set_exception(reason)
+        self._conversation.end(reason)
         self._channel.close()
         os.close(self._pidfd)
         log.info(
@@ -404,43 +330,3 @@ class ModelProcess:
         else:
             problem = f"its process ended by itself with exit status {status}{said}"
         return ProcessExit(self.subject, problem, cure, reason=reason, status=status)
-
-
-# What a process may say of itself: that a device, which others use too, can do nothing any more the agent finds out.
-_OF_ITSELF = frozenset(Reason) - {Reason.DEVICE_LOST}
-
-_LATE: dict[type[Command], tuple[Reason, str]] = {
-    Start: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
-    Publish: (Reason.LOAD_TIMEOUT, "raise limits.loadDeadline, or see its log for what it waits for"),
-    Build: (Reason.ENVIRONMENT_FAILED, "see its log for what the compiler waits for"),
-    Wake: (Reason.LOAD_TIMEOUT, "see its log"),
-    Evict: (Reason.EVICT_TIMEOUT, "its process is killed so that its memory comes back"),
-    Stop: (Reason.EVICT_TIMEOUT, "its process is killed"),
-    Settle: (Reason.DEADLINE_EXCEEDED, "it is killed, and started again"),
-}
-
-
-def children_of_user(parent: int, uid: int) -> list[int]:
-    """Children of a process that run as a user."""
-    found = []
-    with contextlib.suppress(OSError):
-        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                rows = Path(f"/proc/{pid}/status").read_text().splitlines()
-                if any(row.split()[1] == str(uid) for row in rows if row.startswith("Uid:")):
-                    found.append(int(pid))
-    return found
-
-
-def family_of(leader: int) -> set[int]:
-    """Processes in the session that `leader` began, and all that it or one of those has started; itself left out."""
-    relations = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError, IndexError):
-            fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            relations[int(name)] = {int(fields[1]), int(fields[3])}  # its parent and its session
-    family, more = {leader}, {leader}
-    while more:
-        more = {pid for pid, others in relations.items() if others & family} - family
-        family |= more
-    return family - {leader}

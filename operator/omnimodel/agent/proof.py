@@ -29,7 +29,7 @@ def proves_wakes(instance: Instance) -> bool:
     A server that has slept is always asked: some answer gibberish then, and call themselves healthy.
     """
     probe = instance.spec["probe"]
-    return bool(probe and (probe.get("afterWake") or instance.asleep) and instance.verified)
+    return bool(probe and (probe.get("afterWake") or instance.rest.asleep) and instance.verified)
 
 
 async def prove(instance: Instance) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from omnimodel.agent.instance import Instance
+from omnimodel.agent.instance import MARGIN_SECONDS, Instance
 from omnimodel.errors import OmniError, ProcessError, Reason
 from omnimodel.memory.ledger import Kind
 from omnimodel.placement.state import bytes_text
@@ -31,7 +31,6 @@ SLEEPERS = frozenset({"vllm", "sglang"})
 ASLEEP_SHARE = 0.25  # of what it held awake may stay of one that sleeps: its context, graphs, buffers of libraries
 _SETTLED_SECONDS = 5.0  # from an answer to the driver's word: some answer before they have let go
 _LOOK_SECONDS = 0.02
-_MARGIN_SECONDS = 5.0  # beyond what a server is given, so that its own word on why it was late arrives
 
 
 def serves(instance: Instance, memory: DeviceMemory) -> bool:
@@ -40,7 +39,7 @@ def serves(instance: Instance, memory: DeviceMemory) -> bool:
 
 
 async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: ModelProcess) -> str:
-    """Have a server off its devices: asleep, or stopped; what stays on each is `instance.asleep_bytes`.
+    """Have a server off its devices: asleep, or stopped; what stays on each is `instance.rest.asleep_bytes`.
 
     Returns:
         What has become of the server.
@@ -48,18 +47,18 @@ async def leave(instance: Instance, memories: Sequence[DeviceMemory], process: M
     Raises:
         OmniError: it has not left; its process is to be killed.
     """
-    seconds = instance.limits.drain_seconds + _MARGIN_SECONDS
+    seconds = instance.limits.drain_seconds + MARGIN_SECONDS
     if held := await _held_before_sleep(instance, process, memories):
         reply = await process.command(Evict(sleep=True), (), seconds + SLEEP_SECONDS)
         most = {name: int(held_bytes * ASLEEP_SHARE) for name, held_bytes in held.items()}
         left = await _settled(instance, process, memories, most)
         kept = next((name for name in left if left[name] > most[name]), None)
         if reply.values.get("asleep") is not True:
-            instance.sleepless = "it did not fall asleep"
+            instance.rest.sleepless = "it did not fall asleep"
         elif kept is not None:
-            instance.sleepless = f"it kept {bytes_text(left[kept])} of {bytes_text(held[kept])} in its sleep"
+            instance.rest.sleepless = f"it kept {bytes_text(left[kept])} of {bytes_text(held[kept])} in its sleep"
         else:
-            instance.asleep, instance.asleep_bytes = True, left
+            instance.rest.asleep, instance.rest.asleep_bytes = True, left
             return "its server sleeps"
     await process.command(Evict(), (), seconds)
     left = await _settled(instance, process, memories, {})
@@ -79,8 +78,8 @@ def _why_sleepless(instance: Instance) -> str:
 
     Some wake with other weights and call themselves healthy. Source: vllm-project/vllm#29341.
     """
-    if instance.sleepless or instance.spec["engine"] not in SLEEPERS or instance.spec["probe"]:
-        return instance.sleepless
+    if instance.rest.sleepless or instance.spec["engine"] not in SLEEPERS or instance.spec["probe"]:
+        return instance.rest.sleepless
     return "without a probe in its manifest nobody could tell whether it wakes as it was"
 
 
@@ -180,5 +179,5 @@ async def _bytes(instance: Instance, process: ModelProcess, memories: Sequence[D
     holders: set[int] = set()
     found = await asyncio.to_thread(measure)
     if instance.process is process:
-        instance.device_pids |= holders
+        instance.rest.pids |= holders
     return found

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnimodel.agent.ahead import Ahead, remove
+from omnimodel.agent.family import children_of_user
 from omnimodel.agent.journal import Entry, Journal, clean_leftovers
 from omnimodel.agent.limits import Group, GroupLimits, Groups
 from omnimodel.agent.output import Output, OutputPump
 from omnimodel.agent.private import anonymous_bytes
-from omnimodel.agent.process import ModelProcess, children_of_user
+from omnimodel.agent.process import ModelProcess
 from omnimodel.agent.survivors import Facts, Served, Survivor, facts_name, find_survivors, frame_name, frames_name
 from omnimodel.agent.zygotes import SERVE, Forked, Zygotes
 from omnimodel.errors import OmniError, ProcessError
