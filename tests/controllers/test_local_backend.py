@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from omnimodel.api import OmniModel
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.local_backend import LocalBackend, RefusedModel
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError
 from omnimodel.protocol.dispatch import InferenceRequest, ModelCard
 

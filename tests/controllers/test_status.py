@@ -9,17 +9,9 @@ import pytest
 
 from omnimodel.api import ModelStatus, PoolStatus, ProcessStatus
 from omnimodel.controllers.agent_kubernetes_status import transition
-from omnimodel.controllers.status import (
-    Refusal,
-    entry_report,
-    footprint,
-    model_status,
-    pod_entry,
-    pool_report,
-    pool_status,
-    process_status,
-    residency_entry,
-)
+from omnimodel.controllers.conditions import Refusal
+from omnimodel.controllers.pool_status import pod_entry, pool_report, pool_status
+from omnimodel.controllers.status import entry_report, footprint, model_status, process_status, residency_entry
 from omnimodel.errors import CURES, OmniError, Reason, advised
 from omnimodel.placement.assignment import Finding
 from omnimodel.protocol.report import ModelReport, PoolReport, ProcessReport

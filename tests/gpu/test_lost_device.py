@@ -14,7 +14,7 @@ from gpu.emulated import EmulatedDriver
 from gpu.machine import machine, pool
 from gpu.nvml import EmulatedNvml, NVMLError, NVMLError_GpuIsLost
 from memory.conformance import image
-from omnimodel.controllers.status import pod_entry, pool_report, pool_status
+from omnimodel.controllers.pool_status import pod_entry, pool_report, pool_status
 from omnimodel.errors import DispatchError, OmniError, Reason
 from omnimodel.memory.devices import cuda_driver, open_devices
 from omnimodel.memory.devices.cuda_health import OF_APPLICATIONS, Faults

@@ -18,7 +18,8 @@ from agent.world import MIB, World
 from gpu.machine import CONTEXT_BYTES, check, give_frames_up, machine, pool, somebody_else
 from omnimodel.agent.instance import State
 from omnimodel.api import OmniPool
-from omnimodel.controllers.status import pod_entry, pool_status, residency_entry
+from omnimodel.controllers.pool_status import pod_entry, pool_status
+from omnimodel.controllers.status import residency_entry
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.memory.ledger import Kind
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from kube.world import GIB, Item, World
-from omnimodel.controllers.status import pod_entry, residency_entry
+from omnimodel.controllers.pool_status import pod_entry
+from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, KubeError
 from omnimodel.kube.election import micro_time
 from omnimodel.protocol.report import ModelReport, PoolReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from omnimodel.controllers.status import pod_entry, pool_report
+from omnimodel.controllers.pool_status import pod_entry, pool_report
 from omnimodel.protocol.ingress import Snapshot, changes, merged
 from omnimodel.protocol.report import DeviceReport, ModelReport, PoolReport, ProcessReport
 

@@ -10,7 +10,8 @@ from omnimodel.api import OmniPool, OmniProcess
 from omnimodel.api.meta import API_VERSION
 from omnimodel.controllers.agent_kubernetes import PodController
 from omnimodel.controllers.local import LocalAgent
-from omnimodel.controllers.status import model_status, pool_status, process_status
+from omnimodel.controllers.pool_status import pool_status
+from omnimodel.controllers.status import model_status, process_status
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport
 

@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omnimodel.api.meta import API_VERSION
-from omnimodel.controllers.status import pod_entry, residency_entry
+from omnimodel.controllers.pool_status import pod_entry
+from omnimodel.controllers.status import residency_entry
 from omnimodel.kube import LEASES, MODELS, POOLS, Kube, KubeError, Recorder
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport, PoolReport

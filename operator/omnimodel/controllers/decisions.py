@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, priority_number
-from omnimodel.controllers.status import Refusal
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.placement.assignment import ModelDemand
 from omnimodel.quantity import AUTO, parse_bytes

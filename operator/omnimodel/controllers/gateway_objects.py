@@ -10,15 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omnimodel.api.meta import API_VERSION
-from omnimodel.controllers.status import (
-    model_status,
-    pod_entry,
-    pool_report,
-    pool_status,
-    process_status,
-    residency_entry,
-    spokesman,
-)
+from omnimodel.controllers.pool_status import pod_entry, pool_report, pool_status
+from omnimodel.controllers.status import model_status, process_status, residency_entry, spokesman
 from omnimodel.gateway.routing import RoutingBackend
 from omnimodel.protocol.dispatch import ModelCard
 from omnimodel.protocol.ingress import Snapshot, key_of

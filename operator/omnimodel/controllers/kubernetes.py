@@ -19,13 +19,13 @@ from aiohttp import web
 
 from omnimodel.api.crd import SCHEMA_LABEL, SCHEMA_VERSION
 from omnimodel.api.meta import API_VERSION
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key, version_of
 from omnimodel.controllers.kubernetes_children import AgentSettings
 from omnimodel.controllers.kubernetes_health import Hearing, Numbers, health_application
 from omnimodel.controllers.kubernetes_kopf import SELECTORS, watch
 from omnimodel.controllers.kubernetes_reconcile import Reconciler
 from omnimodel.controllers.kubernetes_writes import Writer
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.kube import (
     DEFINITIONS,

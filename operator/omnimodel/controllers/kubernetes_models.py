@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omnimodel.api import GROUP, OmniModel, OmniPool, OmniProcess
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.decisions import rendered
 from omnimodel.controllers.kubernetes_pods import is_by
 from omnimodel.controllers.kubernetes_snapshot import Assigned, Status
-from omnimodel.controllers.status import Refusal, entry_report, footprint, model_status, spokesman
+from omnimodel.controllers.status import entry_report, footprint, model_status, spokesman
 from omnimodel.errors import Reason
 from omnimodel.placement.assignment import Finding
 from omnimodel.placement.board import WAS_THERE

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from omnimodel.api import OmniPool
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import replicas_of
 from omnimodel.controllers.kubernetes_pods import ZONE_LABEL, PodView, index_of, is_by, is_silent, speaks_for
-from omnimodel.controllers.status import Refusal
 from omnimodel.kube import LEASES, MODELS, PODS, POOLS, PROCESSES, Kind
 
 Round = tuple[str, str, str]  # "pool" or "model", namespace, name

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from omnimodel.controllers.status import Refusal
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.errors import CURES, Reason
 from omnimodel.placement.board import PodSupply
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
+from omnimodel.controllers.conditions import Refusal, condition_list
 from omnimodel.controllers.kubernetes_cache import POOL_LABEL, Cache, Key
 from omnimodel.controllers.kubernetes_children import AgentSettings, replicas_of
 from omnimodel.controllers.kubernetes_models import ModelDecision, ModelSnapshot, decide_model
@@ -32,7 +33,6 @@ from omnimodel.controllers.kubernetes_snapshot import (
 )
 from omnimodel.controllers.kubernetes_troubles import LOOK_SECONDS, Troubles
 from omnimodel.controllers.kubernetes_writes import FaultError, LaterError, NotLeadingError, Writer, delay_of, fault_of
-from omnimodel.controllers.status import Refusal, condition_list
 from omnimodel.errors import ManifestError, Reason, advised
 from omnimodel.kube import MODELS, PODS, POOLS, STATEFUL_SETS, Kind, Kube, KubeError, Recorder
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
 from omnimodel.api.mounts import MountSource
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.kubernetes_news import Round
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import ManifestError
 from omnimodel.kube import CONFIG_MAPS, SECRETS, Kind, Kube, KubeError
 from omnimodel.render import files_of_sources, references_of_sources

@@ -10,15 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool
+from omnimodel.controllers.conditions import Refusal, condition_list
 from omnimodel.controllers.decisions import demand_of
 from omnimodel.controllers.kubernetes_children import AgentSettings, Child, build_children, replicas_of, selector_of
 from omnimodel.controllers.kubernetes_pods import PodView, is_by, is_steady, problem_of, problems_of, supply_of
-from omnimodel.controllers.status import (
-    Refusal,
-    condition_list,
-    pool_report,
-    pool_status,
-)
+from omnimodel.controllers.pool_status import pool_report, pool_status
 from omnimodel.placement.assignment import Finding, PoolSupply
 from omnimodel.placement.board import PodDemand
 from omnimodel.placement.pods import Placement, place

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omnimodel.api import OmniPool
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.kubernetes_children import privilege_of
 from omnimodel.controllers.kubernetes_pods import PodView, index_of
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
 from omnimodel.kube import EVENTS, STATEFUL_SETS, Kube, KubeError
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.kubernetes_cache import Cache, Key
 from omnimodel.controllers.kubernetes_children import Child, differences, owned_by
 from omnimodel.controllers.kubernetes_health import Hearing
 from omnimodel.controllers.kubernetes_pods import PodView, is_by, speaks_for
 from omnimodel.controllers.kubernetes_volumes import TOKEN_KEY
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import Reason
 from omnimodel.kube import LEASES, PODS, POOLS, PROCESSES, SECRETS, Kind, Kube, KubeError, key_of
 

@@ -18,7 +18,8 @@ from omnimodel.catalog import Catalog, watch
 from omnimodel.controllers.local_backend import RefusedModel
 from omnimodel.controllers.local_snapshot import Desired, Snapshot, decide, other_pool
 from omnimodel.controllers.local_state import IdentityFile
-from omnimodel.controllers.status import model_status, pool_status, process_status
+from omnimodel.controllers.pool_status import pool_status
+from omnimodel.controllers.status import model_status, process_status
 from omnimodel.errors import ManifestError, OmniError, Reason
 from omnimodel.protocol.admin import Event
 from omnimodel.protocol.report import AgentReport, ModelReport

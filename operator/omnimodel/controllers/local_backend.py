@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from omnimodel.api import OmniModel
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.decisions import unix_seconds
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import DispatchError, Reason
 from omnimodel.protocol.dispatch import Backend, Estimate, InferenceRequest, InferenceResponse, ModelCard, card_name
 from omnimodel.render import model_card

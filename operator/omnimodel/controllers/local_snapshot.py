@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess
 from omnimodel.catalog import Catalog
+from omnimodel.controllers.conditions import Refusal
 from omnimodel.controllers.decisions import demand_of, rendered
-from omnimodel.controllers.status import Refusal
 from omnimodel.errors import OmniError, Reason
 from omnimodel.placement.affinity import divided, on_one_pod
 from omnimodel.placement.assignment import Finding, ModelDemand, Plan, PoolSupply, plan, precedence
