@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from omnimodel.memory.image import Index
 
 # Source: transformers/models/*/modeling_*.py; an embedding, layers, a norm and a head, called one after the other.
-LAYERED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+LAYERED = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Arcee", "Cohere", "Cohere2", "Exaone4", "Gemma", "Gemma3", "Glm", "Glm4", "Granite", "Helium", "Llama",
+        "Ministral", "Mistral", "Mixtral", "Olmo", "Olmo2", "Olmo3", "Olmoe", "Phi", "Phi3", "Qwen2", "Qwen2Moe",
+        "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
+    )
+)  # fmt: skip
 
 
 def wait_before_use(module: torch.nn.Module, index: Index, window: Window) -> None:
