@@ -135,10 +135,18 @@ def test_a_bound_module_computes_what_the_quantized_one_does_in_memory(form, dty
     ids = torch.randint(0, 11, (2, 7))
     with torch.inference_mode():
         right, dense = expected(ids), module(ids)
-        for _ in range(3):  # other frames at the same addresses
+        served.wake()
+        first = served.module(ids)
+        for name in QUANTIZED:
+            found, wanted = (each.get_submodule(name).weight.dequantize() for each in (served.module, expected))
+            assert torch.equal(found, wanted), name
+        served.evict()
+        for _ in range(2):  # other frames at the same addresses
             served.wake()
-            assert torch.equal(served.module(ids), right)
+            assert torch.equal(served.module(ids), first)
             served.evict()
+    # To the bit only at the same addresses: how processors without AVX-512 sum up depends on where a weight lies.
+    torch.testing.assert_close(first, right)
     assert not torch.equal(right, dense)
     near = torch.nn.functional.cosine_similarity(right.float().flatten(), dense.float().flatten(), dim=0)
     assert near > (0.98 if form == "int4" else 0.99)
