@@ -27,6 +27,7 @@ from omnimodel.runtime.lane import Lane
 from omnimodel.runtime.pipelining import wait_before_use
 from omnimodel.runtime.quantization import FORMATS
 from omnimodel.runtime.sdk import Model, Source
+from omnimodel.runtime.widening import widen
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -109,6 +110,8 @@ class OwnEngine:
             self._empty = bind(subject, module.eval(), index, self._window, model.mutable)
             if self._window is not None and setting.fence is not None:
                 wait_before_use(module, index, self._window)
+            if setting.device == "host":
+                widen(module)
         elif index.tensors:
             raise ImageError(subject, "its image has tensors, but build() makes no module", "publish it again")
         model.module = module
