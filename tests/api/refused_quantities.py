@@ -46,6 +46,15 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"limits__deadline": 300},
         ["limits.deadline: 300: has no unit, and is not a duration; write 300s for seconds"],
     ),
+    *(
+        (
+            f"{field} {value!r}",
+            {f"limits__{field}": value},
+            [f"limits.{field}: {value!r}: is no time at all; write a duration such as 30s, or leave the field out"],
+        )
+        for field in ("deadline", "loadDeadline", "drainTimeout")
+        for value in (0, "0")
+    ),
     (
         "deadline never",
         {"limits__deadline": "never"},

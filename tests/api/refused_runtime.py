@@ -157,6 +157,14 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
             "runtime.command: does not say where the program takes its address; write {port} or {socket} there, such as --port {port}",
         ],
     ),
+    *(
+        (
+            f"command fixed port {' '.join(words)}",
+            {"runtime": {"engine": "command", "command": ["serve", *words, "--socket", "{socket}"]}},
+            [f"runtime.command[1]: '{words[0]}': is a fixed port; write {{port}}: the system assigns ports"],
+        )
+        for words in (["-p8080"], ["-b", ":8080"], ["--addr=[::]:8080"], ["-b=:8080"])
+    ),
     (
         "command no port",
         {"runtime": {"engine": "command", "command": ["serve"]}},
@@ -329,6 +337,29 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         "env SETTING",
         {"runtime__env": {"SETTING": "sk-abcdefghijklmnopqrstuvwxyz"}},
         ["runtime.env.SETTING: is a secret in clear text; write SETTING: {secretKeyRef: {name: NAME, key: KEY}}"],
+    ),
+    *(
+        (
+            f"env {name}",
+            {"runtime__env": {name: value}},
+            [
+                f"runtime.env.{name}: is a secret in clear text; write {name}: {{secretKeyRef: {{name: NAME, key: KEY}}}}"
+            ],
+        )
+        for name, value in (
+            ("PGPASSWORD", "hunter2"),
+            ("MYSQL_PWD", "hunter2"),
+            ("OPENAI_KEY", "hunter2"),
+            ("DATABASE_URL", "postgres://user:hunter2@db/models"),
+            ("HTTP_PROXY", "http://user:hunter2@proxy:3128"),
+        )
+    ),
+    (
+        "env LLAMA_ARG_HOST",
+        {"runtime__env": {"LLAMA_ARG_HOST": "::"}},
+        [
+            "runtime.env.LLAMA_ARG_HOST: '::': LLAMA_ARG_HOST is an argument of the engine; write the option that it stands for in spec.runtime.args"
+        ],
     ),
     (
         "env PORT",

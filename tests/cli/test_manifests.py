@@ -57,6 +57,16 @@ def test_two_models_with_one_served_name_are_told_with_file_and_line(folder: Pat
     assert {error["problem"] for error in errors} == {both}, "a file has no age: neither is to blame"
 
 
+def test_who_asks_for_the_full_name_of_another_model_is_told(folder: Path) -> None:
+    write_model(folder, "ant", extra="servedNames: [default/bee]")
+    write_model(folder, "bee")
+    done = run("validate", folder)
+    assert done.exit_code == 2
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"{folder / 'ant'}.yaml:1: OmniModel default/ant: spec.servedNames")
+    assert f'"default/bee" is the full name of another model ({folder / "bee"}.yaml:1)' in line
+
+
 def test_what_is_counted_is_one_or_several(folder: Path) -> None:
     write_pool(folder, "default")
     write_model(folder, "ant")

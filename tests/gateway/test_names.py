@@ -18,6 +18,7 @@ def card(key: str, *served: str, **more: Any) -> ModelCard:
 OLDER = card("team/x", "x", created_seconds=1)
 LOST = card("default/x", "other", created_seconds=2)
 NOBODY = card("default/x", created_seconds=2)
+IMPOSTOR = card("default/y", "y", "team/x", created_seconds=0)
 YOUNG = card("default/alpha", "alpha", "qwen:brief", granted=False, created_seconds=9)
 QWEN = card("default/qwen", "qwen", "qwen:brief", created_seconds=5)
 FIRST = card("default/b", "b", "both", granted=False, created_seconds=3)
@@ -29,6 +30,7 @@ CASES = {
     "and so when the other has no name left": ([NOBODY, OLDER], "x", "team/x"),
     "with its namespace a model is reached whatever its names": ([OLDER, LOST], "team/x", "team/x"),
     "and that of default too": ([OLDER, LOST], "default/x", "x"),
+    "though another asks to be called so": ([OLDER, IMPOSTOR], "team/x", "team/x"),
     "a name that is nobody's is that of the card": ([NOBODY], "x", "x"),
     "a claim waits for its grant": ([YOUNG, QWEN], "qwen:brief", "qwen"),
     "of two claims the older one": ([SECOND, FIRST], "both", "b"),

@@ -176,3 +176,13 @@ def test_each_model_is_assigned_or_refused_and_no_limit_is_broken(demands, limit
         needs = sorted(footprint[name] for name in exclusive.models)
         assert sum(needs) > POOL.budget_bytes - pod.kept_bytes
         assert sum(needs[1:]) <= POOL.budget_bytes - pod.kept_bytes or len(needs) == 2
+
+
+def test_the_full_name_of_a_model_is_its_own_however_old_others_are() -> None:
+    older = model("a", 1, created_seconds=1.0, served_names=("a", "default/b", "free"))
+    younger = model("b", 1, created_seconds=2.0)
+    result = plan([older, younger], [POOL])
+    assert result.served_names == {"default/a": ("a", "free"), "default/b": ("b",)}
+    assert [finding.problem for finding in result.warnings if finding.reason is Reason.NAME_TAKEN] == [
+        'served name "default/b" belongs to OmniModel default/b, whose full name it is'
+    ]

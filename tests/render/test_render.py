@@ -95,6 +95,14 @@ def test_a_template_can_look_values_up_and_nothing_else(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["--{{ 'device' }}=1", "{{ '--main' }}-gpu=1", "{{ '--device=1' }}", "{{ 'LD_PRELOAD=/x' }}"]
+)
+def test_a_template_says_nothing_that_a_manifest_must_not(text: str) -> None:
+    with pytest.raises(ManifestError, match=r"spec\.runtime\.args\[0\].*(belongs to the system|breaks isolation)"):
+        spec(TEMPLATES, runtime__args=[text])
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{port}", "{port}"),

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SERVE = "omnimodel.runtime.serve:run"
 
-# Source: host-notes.md, rule 2: both are read when the libraries load, too late after a fork. NVML answers whether
+# Both are read when the libraries load, too late after a fork. NVML answers whether
 # there is a GPU without touching it.
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",

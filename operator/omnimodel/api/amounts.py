@@ -58,9 +58,12 @@ def _bytes(value: Any) -> Any:
     return value
 
 
+_NO_TIME = ("is no time at all", "write a duration such as 30s, or leave the field out")
+
+
 def _duration(value: Any) -> Any:
-    if parse_duration(value) <= 0:
-        raise refusal("is no time at all", "write a duration such as 30s, or leave the field out")
+    if value in (0, "0") or parse_duration(value) <= 0:
+        raise refusal(*_NO_TIME)
     return value
 
 
@@ -139,6 +142,12 @@ _NO_LIFETIME = {
 }
 
 
+_NO_TIME_OR_UNIT = {
+    **_WITHOUT_UNIT,
+    "messageExpression": f"int(self) == 0 ? '{'; '.join(_NO_TIME)}' : {_WITHOUT_UNIT['messageExpression']}",
+}
+
+
 def _time(*rules: dict[str, Any]) -> dict[str, Any]:
     """Schema of a time: an integer is no time, but its refusal shall be our sentence."""
     return {"x-kubernetes-int-or-string": True, "maxLength": 32, "x-kubernetes-validations": list(rules)}
@@ -150,9 +159,9 @@ Duration = Annotated[
     Checked(
         _duration,
         _time(
-            _WITHOUT_UNIT,
+            _NO_TIME_OR_UNIT,
             cel(_IS_DURATION, "is not a duration", _DURATION_CURE),
-            cel(f"!{_ZERO}", "is no time at all", "write a duration such as 30s, or leave the field out"),
+            cel(f"!{_ZERO}", *_NO_TIME),
         ),
     ),
 ]

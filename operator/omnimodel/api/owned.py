@@ -120,18 +120,21 @@ ENVIRONMENT: tuple[tuple[str, str, str], ...] = (
         "belongs to the system",
         "write spec.runtime.threads",
     ),
+    (r"LLAMA_ARG_.*", "is an argument of the engine", "write the option that it stands for in spec.runtime.args"),
     (r"OMP_WAIT_POLICY|OMNI_.*|LISTEN_(FDS|PID|FDNAMES)", "belongs to the system", "remove it"),
     (r"HOME|TMPDIR|TMP|TEMP|PATH|USER|LOGNAME|HOSTNAME|PWD", "belongs to the sandbox", "remove it"),
 )
 SECRET_NAME = re.compile(
-    r"(^|[-_])(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY(_ID)?|SECRET_?KEY|MASTER_?KEY|PRIVATE_?KEY|"
-    r"CREDENTIALS?)$",
+    r"((^|[-_])(TOKEN|SECRET|API_?KEY|ACCESS_?KEY(_ID)?|SECRET_?KEY|MASTER_?KEY|PRIVATE_?KEY|CREDENTIALS?)|"
+    r"PASSWORD|PASSWD|PASSPHRASE|_PWD|"
+    r"(OPENAI|ANTHROPIC|AZURE|COHERE|GEMINI|GROQ|MISTRAL|TOGETHER|HF|WANDB|NGC|ENCRYPTION|SIGNING|AUTH)_KEY)$",
     re.IGNORECASE,
 )
 SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
     r"glpat-[\w-]{16,}|nvapi-[\w-]{16,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{30,}|xox[abprs]-[\w-]{10,}|"
-    r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@{$]+@)|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)  # a variable, as shells and `env` take it
 HARMLESS = {"", "none", "dummy", "empty", "null", "unused", "no-key", "not-needed", "a"}
@@ -308,9 +311,11 @@ def _fixed_port(token: str, following: str) -> bool:
     if not token.startswith("-"):
         return False
     plain = name.replace("_", "-").lower()
+    if re.fullmatch(r"-p[0-9]{2,5}", token):
+        return True
     if plain == "port" or plain.endswith("-port") or token == "-p":  # noqa: S105
         return bool(re.fullmatch(r"[0-9]{2,5}", value if separator else following))
-    return plain in ("bind", "listen", "address") and bool(
+    return plain in ("bind", "listen", "address", "addr", "b") and bool(
         re.fullmatch(r"[^\s]*:[0-9]{2,5}", value if separator else following)
     )
 

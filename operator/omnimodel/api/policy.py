@@ -273,7 +273,8 @@ def _lines(field: str) -> str:
     bare = "word.replace('_', '-').lowerAscii().split('=')[0]"
     fixed = (
         f"word.startsWith('-') && (({bare}.matches('^--?([a-z-]*-)?port$') || word == '-p') && "
-        f"{value}.matches('^[0-9]{{2,5}}$') || {bare}.matches('^--?(bind|listen|address)$') && "
+        f"{value}.matches('^[0-9]{{2,5}}$') || word.matches('^-p[0-9]{{2,5}}$') || "
+        f"{bare}.matches('^--?(bind|listen|address|addr|b)$') && "
         f"{value}.matches('^[^ ]*:[0-9]{{2,5}}$'))"
     )
     fixed = f"({fixed} || word.matches('(?i)^([a-z_][a-z0-9_]*_|_)?PORT=[0-9]+$'))"

@@ -63,11 +63,18 @@ def _across(catalog: Any) -> Iterator[ManifestError]:
         file, _, line = places[model.key].rpartition(":")
         at: dict[str, Any] = {"file": file, "line": int(line or 0)}
         for name in dict.fromkeys(model.names):
-            if len(wanting[name]) > 1:  # a folder does not say which of them is older
+            problem = ""
+            if name in places:
+                problem = f'the served name "{name}" is the full name of another model ({places[name]})'
+            elif len(wanting[name]) > 1:  # a folder does not say which of them is older
+                problem = (
+                    f'{len(wanting[name])} models have the served name "{name}": '
+                    f"{' and '.join(f'{key} ({places[key]})' for key in wanting[name])}; only the oldest gets it"
+                )
+            if problem:
                 yield ManifestError(
                     model.subject,
-                    f'{len(wanting[name])} models have the served name "{name}": '
-                    f"{' and '.join(f'{key} ({places[key]})' for key in wanting[name])}; only the oldest gets it",
+                    problem,
                     CURES[Reason.NAME_TAKEN],
                     field="spec.servedNames",
                     reason=Reason.NAME_TAKEN,

@@ -35,12 +35,13 @@ class Served:
 def find(cards: Sequence[ModelCard], name: str) -> ModelCard | None:
     """The model that a name means: the one that it was given to, else the oldest that asks for it.
 
-    By its name, and by NAMESPACE/NAME, a model is reached even when others have all of its names.
+    By NAMESPACE/NAME a model is reached whatever others are called, and by its name when nobody else is called so.
     """
-    found = [card for card in cards if name in card.served_names]
+    full = [card for card in cards if name == key_of(card)]
+    found = full or [card for card in cards if name in card.served_names]
     if found:
         return min(found, key=lambda card: (not card.granted, card.created_seconds, card.name))
-    return next((card for card in cards if name in (card.name, key_of(card))), None)
+    return next((card for card in cards if name == card.name), None)
 
 
 def listed_names(card: ModelCard) -> list[str]:

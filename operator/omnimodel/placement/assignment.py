@@ -193,17 +193,19 @@ def _sum_bytes(models: Sequence[ModelDemand]) -> int:
 
 
 def grant_names(models: Iterable[ModelDemand]) -> tuple[dict[str, tuple[str, ...]], list[Finding]]:
-    """Give each served name to the oldest model that asks for it."""
-    owner: dict[str, str] = {}
+    """Give each served name to the oldest model that asks for it; `namespace/name` is the model's own, however old."""
+    oldest_first = sorted(models, key=age)
+    owner = {model.key: model.key for model in oldest_first}
     granted: dict[str, tuple[str, ...]] = {}
     taken: list[Finding] = []
-    for model in sorted(models, key=age):
+    for model in oldest_first:
         mine: list[str] = []
         for name in dict.fromkeys(model.served_names):
             if owner.setdefault(name, model.key) == model.key:
                 mine.append(name)
             else:
-                problem = f'served name "{name}" belongs to OmniModel {owner[name]}, which is older'
+                why = "whose full name it is" if owner[name] == name else "which is older"
+                problem = f'served name "{name}" belongs to OmniModel {owner[name]}, {why}'
                 taken.append(Finding(model.key, Reason.NAME_TAKEN, problem))
         granted[model.key] = tuple(mine)
     return granted, taken

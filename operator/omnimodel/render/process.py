@@ -10,7 +10,10 @@ from typing import Any
 
 from omnimodel.api import OmniModel, OmniPool, OmniProcess, ProcessSpec, ServedName, priority_number
 from omnimodel.api.meta import API_VERSION
+from omnimodel.api.owned import violations
 from omnimodel.api.runtime import DEFAULT_TASK, FOREIGN
+from omnimodel.api.tree import dotted
+from omnimodel.errors import ManifestError
 from omnimodel.quantity import AUTO, parse_bytes, parse_cpu, parse_duration, parse_lifetime
 from omnimodel.render.engines import check_engine
 from omnimodel.render.identity import hostname, user_id
@@ -122,6 +125,7 @@ def _spec(
 ) -> dict[str, Any]:
     spec, runtime, metadata = model.spec, model.spec.runtime, model.metadata
     env, secret_env = _environment(model, config)
+    args, command = _command_line(model)
     return {
         **told(model, names),
         "generation": metadata.generation,
@@ -133,8 +137,8 @@ def _spec(
             "paths": list(runtime.environment.path),
         },
         "source": resolve_source(model, pool),
-        "args": _expand_all(model, runtime.args, "spec.runtime.args"),
-        "command": _expand_all(model, runtime.command, "spec.runtime.command"),
+        "args": args,
+        "command": command,
         "env": env,
         "secretEnv": secret_env,
         "workingDir": runtime.working_dir or "",
@@ -192,6 +196,16 @@ def _values(model: OmniModel) -> dict[str, Any]:
         "mounts": {mount.name: mount.path for mount in model.spec.mounts},
         "threads": _threads(model),
     }
+
+
+def _command_line(model: OmniModel) -> tuple[list[str], list[str]]:
+    """Arguments and command with their values, which say no more of what is the system's than a manifest may."""
+    runtime = model.spec.runtime
+    args = _expand_all(model, runtime.args, "spec.runtime.args")
+    command = _expand_all(model, runtime.command, "spec.runtime.command")
+    for wrong in violations(runtime.model_copy(update={"args": args, "command": command})):
+        raise ManifestError(model.subject, f"with its values {wrong.problem}", wrong.cure, field=dotted(wrong.path))
+    return args, command
 
 
 def _expand_all(model: OmniModel, texts: Sequence[str], field: str) -> list[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 30  # Source: measurements.md; one registration of 14 GiB takes seconds and cannot be interrupted
+CHUNK_BYTES = 1 << 30  # one registration of 14 GiB takes seconds and cannot be interrupted
 PAGE_BYTES = 2 << 20
 READ_BYTES = 16 << 20
 READERS = 8
