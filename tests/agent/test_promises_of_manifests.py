@@ -4,7 +4,7 @@ import pytest
 
 from agent.world import HANDLER, MIB
 from omnimodel.agent.supply import Machine, supply
-from omnimodel.errors import DispatchError, Reason
+from omnimodel.errors import DispatchError, OmniError, Reason
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="session")]
 
@@ -106,3 +106,17 @@ async def test_memory_that_is_left_to_the_machine_is_measured_before_the_pool_ta
     edited = pool.model_validate({**pool.to_dict(), "spec": {"device": {"type": "cpu"}, "hostMemory": "50%"}})
     assert supply(edited, before).budget_bytes == found.budget_bytes
     assert supply(edited, before).host_bytes == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"device": {"memory": "9000Gi"}}, "spec.device.memory: 9000Gi is asked for, and there are 8.00 GiB"),
+        ({"hostMemory": "9Gi"}, "spec.hostMemory: 9Gi is asked for, and there are 8.00 GiB"),
+    ],
+)
+async def test_more_memory_than_the_machine_has_is_refused_with_both_numbers(world, spec, problem):
+    pool = world.pool.model_validate({"metadata": {"name": "default"}, "spec": spec})
+    with pytest.raises(OmniError) as caught:
+        supply(pool, Machine(total_bytes=8 << 30, available_bytes=6 << 30))
+    assert (caught.value.subject, caught.value.problem) == ("OmniPool default/default", problem)

@@ -161,6 +161,49 @@ async def stop(world, pid: int) -> None:
     await world.until(lambda: all(") T " in state.read_text() for state in threads.glob("*/stat")), "it stands still")
 
 
+SERVER = """
+import http.server, pathlib, sys, time
+if pathlib.Path("/tmp/began").exists():
+    time.sleep(600)
+pathlib.Path("/tmp/began").touch()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        answer = b'{"outputs": [{"name": "sum", "data": [7], "shape": [1], "datatype": "FP64"}]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    do_GET = do_POST
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_server_that_nobody_waits_for_any_more_does_not_hold_up_others_until_it_has_started(world):
+    """llama-swap#727: a load whose only request was cancelled ran to its end, and the next model waited for it."""
+    server = {
+        "metadata": {"name": "slow"},
+        "spec": {
+            "source": {"path": str(world.weights(8, 1)[0])},
+            "runtime": {"engine": "command", "task": "infer", "command": ["python", "-c", SERVER, "{port}"]},
+            "resources": {"deviceMemory": "120Mi"},
+        },
+    }
+    await world.apply(server, world.manifest("m1", seed=1, working_mib=96))
+    await world.ask("m1")
+    slow, wakes = world.instance("slow"), world.report("slow").wakes
+    assert (slow.process is not None, slow.resident) == (True, False)  # its second start never comes to an end
+    request = asyncio.create_task(world.ask("slow"))
+    await world.until(lambda: slow.state == "waking", "its server is being started")
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    assert await world.ask("m1", deadline=60) == pytest.approx(world.answer(8, 1))
+    assert world.report("slow").wakes == wakes
+    assert slow.failure is None
+    assert await world.ask("slow", deadline=60) == 7
+    world.check_ledger()
+
+
 async def test_a_process_that_does_not_leave_is_ended_and_what_it_held_is_free(world, monkeypatch):
     await world.apply(world.manifest("m1", seed=1), world.manifest("m2", seed=2))
     await world.ask("m1")

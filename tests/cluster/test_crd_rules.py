@@ -58,7 +58,9 @@ LATER = {
     "model: spelt vllm --config /x.yaml", "model: spelt sglang --conf=/x.yaml", "model: args --hf-token hf_abcdefghijklmnopqrstuvwx",
     "model: command env", "model: command quoted twice",
     "model: args of a command env", "model: args of a command secret",
-    "model: command fixed port", "model: command no port", "model: api key flag",
+    "model: command fixed port", "model: command fixed port -p8080", "model: command fixed port -b :8080",
+    "model: command fixed port --addr=[::]:8080", "model: command fixed port -b=:8080",
+    "model: command no port", "model: api key flag",
     "model: env both refs", "model: env value", "model: handler syntax",
     "model: null spec section", "model: null", "model: memory None", "pool: pool memory None",
 }  # fmt: skip

@@ -86,6 +86,7 @@ class Broker:
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._shrinking: asyncio.Task[None] | None = None
+        self._given_up: dict[str, asyncio.Task[None]] = {}
 
     @property
     def name(self) -> str:
@@ -163,6 +164,7 @@ class Broker:
             self._keep_aside(instance, now)
         self._settle_budget()
         self._grant_unknown()
+        self._give_up_unwanted()
         times = [self._start_ahead(now), self._step_down(now)]
         for _ in range(4 * len(self.instances) + 4):
             waiting = self.drains or any(self._asks(instance) for instance in self.instances.values())
@@ -185,6 +187,24 @@ class Broker:
             self._apply(step)
         self._keep_spare()
         return min((at for at in times if at is not None), default=None)
+
+    def _give_up_unwanted(self) -> None:
+        """End wakes of servers that nobody wants any more while others wait: they may take minutes for nothing."""
+        everybody = list(self.instances.values())
+        if not any(instance.line.waiting and instance.state is not State.RESIDENT for instance in everybody):
+            return
+        for instance in everybody:
+            unwanted = instance.foreign and instance.state is State.WAKING and not instance.wanted
+            if unwanted and instance.name in self.moves and instance.name not in self._given_up:
+                log.info("wake_given_up model=%s", instance.name)
+                task = asyncio.create_task(self.moves.give_up(instance), name=f"give up {instance.name}")
+                self._given_up[instance.name] = task
+                task.add_done_callback(partial(self._gave_up, instance.name))
+
+    def _gave_up(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._given_up[name]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("not_given_up model=%s problem=%r", name, str(error))
 
     def _keep_spare(self) -> None:
         """Park a process ahead, so that the next one that comes to the device finds room for its context."""

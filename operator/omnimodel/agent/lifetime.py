@@ -88,7 +88,9 @@ class Lifetime:
         """End the process at once; whether it is seen to be gone."""
         if self.process is None:
             return True
-        self._ending, self._killed = True, (self.process, why)
+        if self._killed is None or self._killed[0] is not self.process:  # later reasons come of the first
+            self._killed = (self.process, why)
+        self._ending = True
         self.process.kill()
         return await self._seen_to_be_gone()
 

@@ -12,6 +12,7 @@ from omnimodel.errors import IsolationError, OmniError
 from omnimodel.isolation import Level, Reached
 from omnimodel.memory.devices.available import available_bytes, total_bytes
 from omnimodel.memory.devices.cuda_driver import available, device_bytes, device_count
+from omnimodel.placement.state import bytes_text
 from omnimodel.quantity import AUTO, parse_bytes, parse_share
 
 HOST_FRAME_BYTES = 4 << 20  # on a CPU machine most models are small, and a frame is the least a model takes
@@ -79,11 +80,12 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
         machine: as it was before the pool held any of its memory; None for now.
 
     Raises:
-        OmniError: it asks for a device that is not here.
+        OmniError: it asks for a device, or for more memory, than is here.
     """
     wish = pool.spec.device
     machine = machine or Machine.now()
-    host_bytes = _bytes(pool.spec.host_memory, machine.total_bytes, int(machine.available_bytes * AUTO_HOST_SHARE))
+    auto_host_bytes = int(machine.available_bytes * AUTO_HOST_SHARE)
+    host_bytes = _bytes(pool, "hostMemory", pool.spec.host_memory, machine.total_bytes, auto_host_bytes)
     devices = _devices(pool)
     if devices == ["host"]:
         frame_bytes, arena_bytes, auto_dtype = HOST_FRAME_BYTES, 0, ""
@@ -97,7 +99,10 @@ def supply(pool: OmniPool, machine: Machine | None = None) -> Supply:
         sizes = {name: (size, int(size * AUTO_CUDA_SHARE)) for name, size in whole.items()}
     if wish.frame_size is not None:
         frame_bytes = parse_bytes(wish.frame_size)
-    budgets = {name: _bytes(wish.memory, *size) // frame_bytes * frame_bytes for name, size in sizes.items()}
+    budgets = {
+        name: _bytes(pool, "device.memory", wish.memory, *size) // frame_bytes * frame_bytes
+        for name, size in sizes.items()
+    }
     return Supply(budgets, frame_bytes, host_bytes, arena_bytes, auto_threads(), auto_dtype)
 
 
@@ -154,9 +159,15 @@ def too_weak(pool: OmniPool, reached: Reached) -> IsolationError | None:
     )
 
 
-def _bytes(value: int | str | None, whole_bytes: int, auto_bytes: int) -> int:
+def _bytes(pool: OmniPool, field: str, value: int | str | None, whole_bytes: int, auto_bytes: int) -> int:
     if value is None or value == AUTO:
         return auto_bytes
     if isinstance(value, str) and value.endswith("%"):
         return int(whole_bytes * parse_share(value))
-    return parse_bytes(value)
+    if (wished_bytes := parse_bytes(value)) > whole_bytes:
+        raise OmniError(
+            pool.subject,
+            f"spec.{field}: {value} is asked for, and there are {bytes_text(whole_bytes)}",
+            "write less, a share such as 80%, or auto",
+        )
+    return wished_bytes

@@ -197,6 +197,8 @@ def _rotation(report: Report, system: System, swaps: int, seed: int) -> None:
     report.add("questions in random order", asked, note=f"{len(models)} models, seed {seed}, {seconds:.0f} s")
     report.add("wakes they took", wakes)
     report.add("answers that were not the first one", failed, goal=0)
+    if not system.pid:  # another machine's: nobody here can measure it
+        return
     note = "of all processes, with every model evicted"
     report.add("private memory, 1/4 of the way", early[0] / (1 << 20), "MiB", note=note)
     report.add("private memory, at the end", late[0] / (1 << 20), "MiB", goal=1.05 * early[0] / (1 << 20) + 16)
