@@ -47,7 +47,7 @@ async def test_a_request_that_leaves_while_its_process_is_seen_to_end_gives_its_
 
     with monkeypatch.context() as patch:
         patch.setattr(world.agent.ingress, "_send", not_sent)
-        patch.setattr(instance, "ended", ended)
+        patch.setattr(instance.lifetime, "ended", ended)
         request = asyncio.create_task(world.ask("m1"))
         await reached.wait()
         assert instance.line.in_flight == 1
