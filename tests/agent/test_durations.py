@@ -122,11 +122,8 @@ async def test_a_server_that_does_not_end_by_itself_has_its_drain_timeout_and_is
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()"
     )
-    runtime = {"engine": "command", "task": "infer", "command": ["python", "-c", serve, "{port}"]}
-    spec = {"source": {"path": str(world.weights(8, 1)[0])}, "runtime": runtime, "limits": {"drainTimeout": "1s"}}
-    spec["resources"] = {"deviceMemory": "64Mi"}
     began_seconds = time.time()
-    await world.apply({"metadata": {"name": "m1"}, "spec": spec})
+    await world.apply(world.program("m1", serve, limits={"drainTimeout": "1s"}))
     assert world.report("m1").tier == "resident", world.report("m1")
     pid = world.instance("m1").process.pid
     await world.agent.evict("default", "m1", 60)

@@ -241,10 +241,7 @@ async def test_a_request_that_lost_its_agent_ends_before_others_are_answered(pod
 
 
 async def test_the_server_of_a_foreign_engine_serves_on(pod: Container):
-    source = {"path": str(pod.names.weights(8, 1)[0])}
-    runtime = {"engine": "command", "task": "infer", "command": ["python", "-c", SERVER, "{port}"]}
-    spec = {"source": source, "runtime": runtime, "resources": {"deviceMemory": "64Mi"}}
-    await pod.apply({"metadata": {"name": "counts"}, "spec": spec})
+    await pod.apply(pod.names.program("counts", SERVER))
     await pod.run('await world.tier("counts", "resident")')
     assert await pod.run('await world.ask("counts")') == 1
     before = await pod.run(LOOK)

@@ -37,15 +37,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 async def test_a_leaking_server_is_started_again_and_its_neighbour_does_not_notice(world):
-    leaks = {
-        "metadata": {"name": "leaks"},
-        "spec": {
-            "source": {"path": str(world.weights(8, 1)[0])},
-            "runtime": {"engine": "command", "task": "infer", "command": ["python", "-c", SERVER, "{port}"]},
-            "resources": {"deviceMemory": "64Mi"},
-        },
-    }
-    await world.apply(leaks, world.manifest("m1", seed=1))
+    await world.apply(world.program("leaks", SERVER), world.manifest("m1", seed=1))
     assert await world.ask("m1") == pytest.approx(world.answer(8, 1))
     neighbour = world.instance("m1").process.pid
     served, reasons = [], []

@@ -181,15 +181,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 async def test_a_server_that_nobody_waits_for_any_more_does_not_hold_up_others_until_it_has_started(world):
     """llama-swap#727: a load whose only request was cancelled ran to its end, and the next model waited for it."""
-    server = {
-        "metadata": {"name": "slow"},
-        "spec": {
-            "source": {"path": str(world.weights(8, 1)[0])},
-            "runtime": {"engine": "command", "task": "infer", "command": ["python", "-c", SERVER, "{port}"]},
-            "resources": {"deviceMemory": "120Mi"},
-        },
-    }
-    await world.apply(server, world.manifest("m1", seed=1, working_mib=96))
+    await world.apply(world.program("slow", SERVER, mib=120), world.manifest("m1", seed=1, working_mib=96))
     await world.ask("m1")
     slow, wakes = world.instance("slow"), world.report("slow").wakes
     assert (slow.process is not None, slow.resident) == (True, False)  # its second start never comes to an end

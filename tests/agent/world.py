@@ -103,6 +103,18 @@ class World:
             manifest["spec"][key] = {**manifest["spec"].get(key, {}), **value} if isinstance(value, dict) else value
         return manifest
 
+    def program(self, name: str, code: str, *, mib: int = 64, **spec) -> dict:
+        """A model behind a server of its own: Python code that is given its port."""
+        return {
+            "metadata": {"name": name},
+            "spec": {
+                "source": {"path": str(self.weights(8, 1)[0])},
+                "runtime": {"engine": "command", "task": "infer", "command": ["python", "-c", code, "{port}"]},
+                "resources": {"deviceMemory": mib * MIB},
+                **spec,
+            },
+        }
+
     async def apply(self, *manifests: dict, wait: bool = True) -> None:
         """Make these models the catalogue, and wait until each is ready or has failed."""
         self.manifests = {manifest["metadata"]["name"]: manifest for manifest in manifests}

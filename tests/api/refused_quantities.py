@@ -46,6 +46,11 @@ MODELS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"limits__deadline": 300},
         ["limits.deadline: 300: has no unit, and is not a duration; write 300s for seconds"],
     ),
+    (
+        "deadline False",
+        {"limits__deadline": False},
+        ["limits.deadline: false: is not a duration; write one such as 30s, 5m or 1h30m"],
+    ),
     *(
         (
             f"{field} {value!r}",

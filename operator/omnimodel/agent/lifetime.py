@@ -47,7 +47,7 @@ class Lifetime:
         self.hung = False
         self._watch: asyncio.Task[None] | None = None
         self._ending = False  # told to
-        self._killed: tuple[ModelProcess, OmniError | None] | None = None  # the last one, and why
+        self._killed: tuple[ModelProcess, OmniError | None] | None = None  # the last one, and why it was at first
 
     def begin(self, process: ModelProcess, *, foreign: bool) -> None:
         """Follow a process.

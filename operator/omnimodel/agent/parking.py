@@ -78,9 +78,8 @@ class Parks:
     def _possible(self, instance: Instance) -> bool:
         if self._memory.device.parking is None or instance.rest.unparkable:
             return False
-        return not instance.foreign or (
-            len(instance.rest.asleep_bytes) == 1 and any(instance.rest.asleep_bytes.values())
-        )
+        left = instance.rest.asleep_bytes
+        return not instance.foreign or (len(left) == 1 and any(left.values()))
 
     async def park(self, instance: Instance, why: str) -> bool:
         """WARM -> PARKED, or COLD when it failed half-way.

@@ -62,7 +62,7 @@ _NO_TIME = ("is no time at all", "write a duration such as 30s, or leave the fie
 
 
 def _duration(value: Any) -> Any:
-    if value in (0, "0") or parse_duration(value) <= 0:
+    if (value in (0, "0") and value is not False) or parse_duration(value) <= 0:
         raise refusal(*_NO_TIME)
     return value
 

@@ -203,6 +203,8 @@ def _command_line(model: OmniModel) -> tuple[list[str], list[str]]:
     runtime = model.spec.runtime
     args = _expand_all(model, runtime.args, "spec.runtime.args")
     command = _expand_all(model, runtime.command, "spec.runtime.command")
+    if (args, command) == (runtime.args, runtime.command):  # looked at already
+        return args, command
     for wrong in violations(runtime.model_copy(update={"args": args, "command": command})):
         raise ManifestError(model.subject, f"with its values {wrong.problem}", wrong.cure, field=dotted(wrong.path))
     return args, command
